@@ -28,6 +28,14 @@ RETIRED_PHRASES = {
     r"parts do not line up": "its sections have different sizes",
     r"pages? of pictures": "report",
     r"under way": "in flight",
+    r"blank rows": "entirely masked rows",
+    r"too little to gain": "splitting it would save too little",
+    r"takes? the extremes": "needs statistics",
+    r"\b(it|axis) is (indexed|written by index)": "it selects (writes) elements by index",
+    r"(rows|sizes) take turns": "rows are interleaved",
+    r"norms? (of )?halves": "norms of float16 values",
+    r"by falling (gain|budget)": "the highest gain first",
+    r"nothing of them is left": "weight 0",
 }
 # All at once, for texts that have none of them.
 ANY_PHRASE = re.compile("|".join(RETIRED_PHRASES), re.IGNORECASE)

@@ -1,10 +1,10 @@
-"""Finds blocks, where a model may be cut, from its structure.
+"""Finds a model's blocks by its structure: a model may be cut between blocks.
 
 - The *main path* consists of the nodes that are not rematerializable (`rematerialization`): most of the computation.
 - The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each where the
   fewest bytes cross.
-- The narrowest gaps divide it into *stretches* (attention, feed-forward). Repeated stretches form blocks. If nothing
-  repeats, every gap bounds a block.
+- The narrowest gaps divide the main path into *stretches*, such as attention and feed-forward layers. Stretches that
+  repeat form blocks. If nothing repeats, every gap bounds a block.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from splitc.compiler.frontend.passed_types import why_not_passed
 from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
 
 # These shares and factors are choices: with them, blocks are those that people would draw. Their influence was measured
-# on 43 models of all kinds, split in layer mode over two devices. In brackets: other values, and how many plans stay
-# the same with them.
+# on 43 models of all kinds, split in layer mode over two devices. In brackets: other values, and the number of plans
+# that stay the same with them.
 
-# A node is heavy if it holds this share of the model's weights, or has this share of its products' operations. Cuts lie
-# between heavy nodes (3e-5: 32; 3e-4: 36).
+# A node is heavy if it has this share of the model's weights, or of its products' operations. Cuts lie between heavy
+# nodes (3e-5: 32; 3e-4: 36).
 HEAVY_SHARE = 1e-4
 # Gaps are equally narrow if their live bytes differ by no more than this factor (1.1: 40; 1.5: 33).
 LEVEL = 1.25
-# Blocks are alike if they have this share of their operators in common (0.6: 40; 0.85: 39). The first and the last may
-# differ more (0.4: 42; 0.75: 43).
+# Blocks are alike if they have this share of their operators in common (0.6: 40; 0.85: 39). The first and the last
+# block may differ more (0.4: 42; 0.75: 43).
 ALIKE = 0.75
 ALIKE_AT_ENDS = 0.5
 # The least share of the main path's nodes that repeated blocks have in common (0.5: 42; 0.8: 39).
@@ -44,8 +44,7 @@ REPEATED_SHARE = 2 / 3
 COVERED_SHARE = 0.9
 # The model's own order is replaced if it has more than this many times the live bytes of another (1: 39; 4: 43).
 BETTER_ORDER = 2
-# The most blocks that the planner chooses from if nothing repeats: its search takes time quadratic in them (64: 38;
-# 256: 42).
+# The most blocks if nothing repeats: the planner's search takes time quadratic in their number (64: 38; 256: 42).
 MOST_BLOCKS = 128
 
 
@@ -64,7 +63,7 @@ PLACED = "placed"
 
 @dataclass(frozen=True)
 class Placed:
-    """The weights that a device holds apart from blocks, and the nodes of each block that use them, which it runs."""
+    """The weights that a device holds apart from their blocks, and the parts of blocks that it runs with them."""
 
     device: str
     weights: tuple[ir.Value, ...]
@@ -76,8 +75,8 @@ class Partition:
     """A graph's blocks in order, and the rematerializable nodes, which belong to no block.
 
     - `finest`: every gap bounds a block, since nothing repeats or more blocks were wanted.
-    - `shapes`: the Shape nodes whose sizes are all sizes of the model's inputs, so that a stage does not need the value
-      that they read.
+    - `shapes`: the Shape nodes whose sizes are all sizes of model inputs: a stage does not need the values that they
+      read.
     - `upstream`: maps each node of a block to the rematerializable nodes that it depends on.
     - `placed`: placed weights with their nodes, which are in no block.
     """
@@ -100,10 +99,10 @@ class Partition:
 
 
 def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
-    """The graph's blocks: the repeated ones, or finer ones if there are fewer repeated ones than `wanted`."""
+    """The graph's blocks: repeated ones, or finer ones if fewer than `wanted` repeat."""
     shapes = find_known_shapes(graph)
     rematerializable = find_rematerializable(graph, costs, shapes)
-    if len(rematerializable) == len(graph.nodes):  # in a very cheap model, no other nodes would be left
+    if len(rematerializable) == len(graph.nodes):  # in a very cheap model, the main path would be empty
         rematerializable = shapes = frozenset()
     main_path = _order_main_path(graph, costs, rematerializable)
     upstream = find_upstream(graph, rematerializable, shapes, main_path)
@@ -118,8 +117,8 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
 def _order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.Node]) -> list[ir.Node]:
     """The nodes that are not rematerializable, in topological order.
 
-    The order is the file's, unless a depth-first order is much better (BETTER_ORDER). Exporters write nodes in
-    execution order, which is a good one, but some tools shuffle them.
+    The order is the file's, unless a depth-first order has far fewer live bytes (BETTER_ORDER). Exporters write nodes
+    in execution order, which is a good one, but some tools shuffle them.
     """
     reads, size = graph.reads.__getitem__, partial(_size, costs)
     as_written = [node for node in graph.nodes if node not in rematerializable]
@@ -153,7 +152,7 @@ def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:
 
 @dataclass(frozen=True)
 class Gap:
-    """The narrowest place between two heavy nodes: `bytes` cross before each node from `first` to `last`."""
+    """A gap between two heavy nodes: the fewest `bytes` cross before the nodes from number `first` to `last`."""
 
     first: int
     last: int
@@ -186,7 +185,7 @@ def _find_gaps(
     ]
     stuck = {value for node in main_path for value in node.outputs if value.dtype and why_not_passed(value) is not None}
     passed = [index for index in known if stuck.isdisjoint(crossing[index])]
-    # If all that may be cut can't be passed on, the plan says why.
+    # If values of types that ranks can't pass on cross everywhere, the plan fails with a message that says so.
     return _gaps_between(marks, passed, live) or _gaps_between(marks, known, live)
 
 
@@ -208,7 +207,7 @@ def _splits_slot(node: ir.Node, crossing: Collection[ir.Value]) -> bool:
 
 
 def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
-    """The narrowest gaps. Among those of the widest allowed width, evenly spread ones."""
+    """The `most` narrowest gaps. Of the widest among these, evenly spread ones are taken."""
     if len(gaps) <= most:
         return list(gaps)
     limit = sorted(gap.bytes for gap in gaps)[most - 1]
@@ -222,8 +221,8 @@ def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
 class Repetition:
     """A choice of gaps that bound repeated blocks. `bounds` are indices of stretches.
 
-    - `alike`: the number of blocks that are like the most common one. `covered`: the number of their nodes.
-    - `shared`: the number of nodes that all blocks have in common with it.
+    - `alike`: the number of blocks that are like the most common one. `covered`: the number of nodes in these.
+    - `shared`: the number of nodes that all blocks together have in common with the most common one.
     - `crossing`: the bytes that cross the bounds.
     """
 
@@ -237,8 +236,8 @@ class Repetition:
 def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
     """Prologue, repeated blocks and epilogue; an empty list if too little repeats (see REPEATED_SHARE).
 
-    Only narrow gaps may bound a block. The limit of their width is not known beforehand. It is the least limit with
-    which blocks cover nearly as much as with the best limit (COVERED_SHARE), usually the width of the residual stream.
+    Only gaps up to a certain width may bound a block. That is the least width with which blocks cover nearly as much as
+    with the best one (COVERED_SHARE), usually the width of the residual stream.
     """
     repetitions: list[tuple[Repetition, list[Gap]]] = []
     limit = 0.0
@@ -285,7 +284,7 @@ def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repeti
 
 
 def _measure(bounds: tuple[int, ...], stretches: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
-    """Measure how well blocks between `bounds` repeat. Blocks at the ends that differ from the others are left out."""
+    """Measure how well blocks between `bounds` repeat, without blocks at the ends that differ from the others."""
     blocks = [tuple(itertools.chain(*stretches[start:end])) for start, end in itertools.pairwise(bounds)]
     kinds = Counter(blocks)
     common = Counter(kinds.most_common(1)[0][0])

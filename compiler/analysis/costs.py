@@ -27,9 +27,9 @@ class Speed:
     """A device's floating point operations per second, and bytes per second to and from its memory.
 
     - `cached`, `cache`: computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second.
-    - `exposed`: of computing and moving bytes, the shorter one overlaps with the longer one except for this share.
-    - `attention`: the share of `flops` that attention as one operator reaches.
-    - `is_gpu`: operators take as many passes as on GPUs.
+    - `exposed`: computing and moving bytes overlap; this share of the shorter one is added to the longer one.
+    - `attention`: the share of `flops` that fused attention reaches.
+    - `is_gpu`: it is a GPU, whose kernels read and write some values several times (`Operator.gpu_passes`).
     """
 
     flops: float
@@ -57,9 +57,9 @@ MAPPED_AROUND = 64 << 10
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Sizes and work of a graph with bound input shapes.
+    """The sizes of values, and the costs of nodes, of a graph with bound input shapes.
 
-    With `maps_weights`, engines read embedding tables from their mapped files.
+    With `maps_weights`, as on CPUs, engines read embedding tables from their mapped files.
     """
 
     graph: Graph
@@ -68,7 +68,7 @@ class Costs:
 
     @cached_property
     def certain(self) -> BoundShapes:
-        """The shapes that hold whether or not a request gives the optional inputs."""
+        """The shapes that are the same whether or not a request overrides optional inputs."""
         if not self.graph.optional:
             return self.bound
         inputs = {value.name or "": self.shapes[value.name or ""] for value in self.graph.graph.inputs}
@@ -80,9 +80,9 @@ class Costs:
         return self.bound.shapes
 
     def value_bytes(self, value: ir.Value) -> int:
-        """Bytes of a value: by its bound shape; for a weight, of the stored tensor.
+        """The bytes of a value: by its bound shape, or those of a weight's stored tensor.
 
-        Values that engines fold count 0: see `held`.
+        A value that engines fold counts 0: see `held`.
         """
         size = self._bytes.get(value)
         if size is None:
@@ -105,15 +105,15 @@ class Costs:
         return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
 
     def held(self, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-        """Bytes of the constants that an engine of the nodes holds: weights, or values folded from them."""
+        """The bytes of each constant that an engine of the nodes holds: weights, or values folded from them."""
         running = [node for node in nodes if node not in self.graph.folded]
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self.constant_bytes(value) for value in read}
 
     def folding(self, nodes: Iterable[ir.Node]) -> int:
-        """The most bytes that an engine of the nodes takes while it folds.
+        """The peak bytes of an engine of the nodes while it folds constants.
 
-        These are all values folded so far, including intermediate ones, and the weights that a node reads from its
+        All values folded so far are held, including intermediate ones, and the weights that a node reads from its
         file. Intermediate values are freed when everything is folded.
         """
         kept = most = 0
@@ -126,7 +126,7 @@ class Costs:
 
     @cached_property
     def in_files(self) -> Mapping[ir.Value, int]:
-        """Bytes of embedding tables that stay in the mapped file: all except the pages around a request's rows."""
+        """By embedding table, the bytes that stay in the mapped file: all but the pages around a request's rows."""
         if not self.maps_weights:
             return {}
         running = [node for node in self.graph.nodes if node not in self.graph.folded]
@@ -144,25 +144,25 @@ class Costs:
         }
 
     def weight_in_memory(self, weight: ir.Value, size: int) -> int:
-        """The bytes of a weight, or a shard, in an engine. `size` are its own; on CPUs, float16 takes twice as many.
+        """The bytes of a weight, or a shard, of `size` bytes in an engine: on CPUs, float16 is cast to float32.
 
-        CPU kernels compute in single precision. Tables whose rows are looked up stay as they are.
+        CPU kernels compute in float32. Embedding tables are not cast.
         """
         is_single = self.maps_weights and weight.dtype == ir.DataType.FLOAT16 and weight not in self.in_files
         return 2 * size if is_single else size
 
     def value_in_memory(self, value: ir.Value, size: int, is_given: bool) -> int:
-        """The bytes of a computed value, or a shard, in an engine. `size` are its own; on CPUs, float16 is float32.
+        """The bytes of a computed value, or a shard, of `size` bytes in an engine: on CPUs, float16 is float32.
 
-        Casts between two single-precision kernels are removed (core/optimizer/insert_cast_transformer.cc). An output
-        (`is_given`) is cast in the end, and exists in both types.
+        Casts between two float32 kernels are removed (core/optimizer/insert_cast_transformer.cc). An output
+        (`is_given`) is cast at the end, and exists in both types.
         """
         if not self.maps_weights or value.dtype != ir.DataType.FLOAT16:
             return size
         return (3 if is_given else 2) * size
 
     def left_in_file(self, weight: ir.Value, size: int) -> int:
-        """The bytes that stay in a table's mapped file, for the table or a shard of its rows, of `size` bytes."""
+        """Of an embedding table, or a shard of its rows, of `size` bytes: those that stay in the mapped file."""
         return self.in_files[weight] * size // max(1, self.constant_bytes(weight)) if weight in self.in_files else 0
 
     def packed_scales(self, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
@@ -190,7 +190,7 @@ class Costs:
         }
 
     def count_run(self, nodes: Iterable[ir.Node]) -> int:
-        """The number of nodes that an engine on a CPU makes of these, including those of their subgraphs."""
+        """The number of nodes that an engine on a CPU runs for these, including those of their subgraphs."""
         running = [node for node in nodes if node not in self.graph.folded]
         branches = sum(BRANCH_NODES for node in running if SEVERAL_ROWS in node.metadata_props)
         return branches + sum(operator_of(node).nodes + sum(map(self.count_run, subgraphs(node))) for node in running)
@@ -204,7 +204,7 @@ class Costs:
         return self._scratch.get(node, ())
 
     def is_product(self, node: ir.Node) -> bool:
-        """Whether a node takes more than two operations per output element, as products and convolutions do."""
+        """Whether a node takes more than two operations for each output element, as products and convolutions do."""
         return node in self._products
 
     @cached_property
@@ -215,9 +215,10 @@ class Costs:
         return frozenset(node for node, flops in self._flops.items() if flops > 2 * elements(node))
 
     def seconds(self, node: ir.Node, speed: Speed) -> float:
-        """Estimated seconds of a node by the roofline model: the longer of computing and moving bytes.
+        """The estimated seconds of a node by the roofline model (Williams et al., 2009).
 
-        The exposed share of the shorter one is added. A lookup reads only as many bytes of its table as it writes.
+        The time is the longer of computing and moving bytes, plus the exposed share of the shorter one. A lookup reads
+        only as many bytes of its table as it writes.
         """
         operator, (stored, computed) = operator_of(node), self._moved[node]
         near = sum([size for size in computed if size <= speed.cache])
@@ -230,7 +231,7 @@ class Costs:
         return max(computing, moving) + speed.exposed * min(computing, moving) + adding
 
     def _bias_bytes(self, node: ir.Node) -> int:
-        """The bytes that are read and written to add a bias in a pass of its own."""
+        """The bytes that are read and written to add a bias in a kernel of its own; 0 if that is not done."""
         place = operator_of(node).gpu_bias
         has_bias = place is not None and len(node.inputs) > place and node.inputs[place] is not None
         return 2 * self.value_bytes(node.outputs[0]) if has_bias else 0

@@ -1,4 +1,4 @@
-"""The known facts about a model before any decision."""
+"""The analysis of a model: all that is known of it before anything is decided."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Analysis:
       ones and are tuned for the `typical` ones.
     - `fitted`: how the largest shapes were determined and tried.
     - `gains`: where fused operators are faster; None if nothing is fused.
+    - `fates`, `lengths`, `preamble`, `uncompared`: the results of fusion, see `Fused`.
     - `slotless`: weights of layers without a slot for adapters, with the reason.
     """
 
@@ -70,12 +71,12 @@ class Analysis:
 
     @property
     def fuses(self) -> bool:
-        """Whether patterns are fused where that is faster."""
+        """Whether patterns may be fused."""
         return self.gains is not None
 
     @property
     def added(self) -> frozenset[str]:
-        """The inputs that the runtime feeds, and the model does not have."""
+        """The names of inputs that the model does not have, which the runtime feeds."""
         return frozenset(added_inputs(self.lengths, self.preamble))
 
 
@@ -91,7 +92,7 @@ def analyze(
     slot_rank: int | None = None,
     maps_weights: bool = False,
 ) -> Analysis:
-    """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
+    """Open and analyze a model. It gets at least `wanted_blocks` blocks if it can be cut that finely.
 
     - `settings`: inputs that become constants.
     - `trusts_data`: the model's external data may lie outside its folder.
@@ -169,7 +170,7 @@ def _analyze(
 
 
 def _with_added(fused: Fused, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The inputs' shapes with those of added inputs, which are only planned in one size."""
+    """The inputs' shapes with those of added inputs, which have no range of sizes."""
     added = added_inputs(fused.lengths, fused.preamble)
     return {**shapes, **{name: fused.bound.shapes[name] for name in added if name in fused.bound.shapes}}
 

@@ -1,4 +1,4 @@
-"""The weights of an engine in ONNX Runtime on a CPU, and the peak memory while it loads them."""
+"""The memory of an engine's weights in ONNX Runtime on a CPU, and its peak while they are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
-# The copies of a kernel beside its blocks while it is rearranged: as read, in another order, and as a tensor.
+# The copies of a convolution's kernel beside its blocked form while it is rearranged: as read, reordered, as a tensor.
 COPIES = 3
 
 
@@ -31,7 +31,7 @@ def packed_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.V
 class Loading:
     """The peak bytes of weights while an engine is loaded, and while it is only optimized.
 
-    `made` are the bytes that optimizing leaves: folded constants, and kernels in blocks. They lie in no file.
+    `made` are the bytes that optimization produces, which are in no file: folded constants, and kernels in blocks.
     """
 
     most: int = 0
@@ -39,7 +39,7 @@ class Loading:
     made: int = 0
 
     def beside(self, folded: int) -> Loading:
-        """The same beside this many bytes of further folded constants, which no product packs."""
+        """The same with further folded constants of this many bytes, which no product packs."""
         return Loading(self.most + folded, self.optimizing + folded, self.made + folded) if folded else self
 
 
@@ -80,7 +80,7 @@ def find_loading(
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight that a product packs: its own bytes, its packed bytes, and the bytes that are read meanwhile."""
+    """A weight that a product packs: its own bytes, its packed bytes, and those read beside it during packing."""
 
     weight: ir.Value
     source: int
@@ -117,7 +117,7 @@ def _packed(
 
 
 def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | None]:
-    """The kernels of convolutions into which a norm or a factor after them is fused."""
+    """The kernels of convolutions that ONNX Runtime multiplies by a norm or a factor after them."""
     running, inside = [node for node in nodes if node not in costs.graph.folded], set(nodes)
     made = [value for node in running for value in node.outputs]
     kept = {v for v in made if v.is_graph_output() or any(use.node not in inside for use in v.uses())}

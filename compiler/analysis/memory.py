@@ -1,4 +1,4 @@
-"""The bytes that a stage holds while it runs: weights, cache, and activations at their peak."""
+"""Predicts the memory of a stage: weights, caches, and the peak of activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.rounds import Round
 from splitc.compiler.execution.run import arena_bytes
-from splitc.compiler.frontend.room import may_have_room
+from splitc.compiler.frontend.room import is_fused_cache
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
@@ -22,11 +22,11 @@ from splitc.runtime.package.states import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a rank's shards: `weights` (see `Costs.held`), and by `size` of any computed value.
+    """The bytes of a rank's shards: of `weights` (see `Costs.held`), and, by the function `size`, of computed values.
 
-    - `shapes`: the shapes of a node's inputs and outputs.
-    - `summed`: maps summed values to the rank's summands.
-    - `rounds`: those of a rank in row mode.
+    - `shapes`: returns the shapes of a node's inputs and outputs on the rank.
+    - `summed`: maps all-reduced values to the rank's summands.
+    - `rounds`: the rounds of a rank in row mode.
     """
 
     weights: Mapping[ir.Value, int]
@@ -41,16 +41,16 @@ class StageMemory:
     """Bytes of one stage.
 
     - `cache`: the states' inputs and outputs. A state that is always overwritten in place counts once.
-    - `activations`: all other values, with the engine's scratch and its allocator's waste. `passed`: the inputs and
-      outputs among them.
+    - `activations`: all other values, the kernels' scratch, and the allocator's waste. `passed`: the inputs and outputs
+      among them.
     - `loading`: the memory of weights while they are loaded.
-    - `engines`: the memory of the engines' libraries, and the error of predictions.
+    - `engines`: the memory of the engines' libraries, and a margin for the error of predictions.
     - `in_files`: the part of the weights that stays in mapped files (`Costs.in_files`).
     - `nodes`: the number of nodes that its engines run.
     - `few_bits`: whether some weights have fewer than 32 bits.
-    - `sums`: A and B of an adapter sum of the planned rank.
-    - `adapters`: the additional memory for requests with adapters: `sums`, and the engines with slots, with values and,
-      on CPUs, weights of their own.
+    - `sums`: the A and B of a sum of adapters, of the planned rank.
+    - `adapters`: the additional memory for requests with adapters: `sums`, and the engines with slots, which have
+      activations and, on CPUs, weights of their own.
     """
 
     weights: int
@@ -67,7 +67,7 @@ class StageMemory:
 
     @property
     def held_weights(self) -> int:
-        """The bytes of weights that take memory."""
+        """The bytes of weights in memory, without those in mapped files."""
         return self.weights - self.in_files
 
     @property
@@ -82,13 +82,13 @@ class StageMemory:
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
-    """Predict the bytes that a rank holds with the bound shapes: for a whole stage, or for the shards in `held`."""
+    """Predict a rank's memory with the bound shapes: of a whole stage, or of the shards in `held`."""
     return _whole_memory(costs, tuple(states), stage) if held is None else _memory(costs, states, stage, held)
 
 
 @remembered
 def _whole_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
-    """The memory of a whole stage. It is remembered: the search over cuts and plans both ask for chosen stages."""
+    """The memory of a whole stage; cached, since the search over cuts and the plan both need it."""
     return _memory(costs, states, stage, None)
 
 
@@ -132,8 +132,8 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given),
-        # If requests may feed a past without room, the engine allocates another one for the present.
-        cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
+        # If requests may feed a past without spare capacity, the engine allocates a present beside it.
+        cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or is_fused_cache(v))),
         loading=find_loading(costs, stage.nodes, weights, shapes).beside(single),
         passed=fed + given,
         nodes=costs.count_run(stage.nodes),
@@ -144,10 +144,10 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
 
 def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozenset[ir.Value]:
-    """Tables in float16 of which the rank has only some rows: engines on CPUs hold them in float32, not in the file.
+    """Float16 tables of which the rank has only some rows: engines on CPUs hold them in float32, not in the file.
 
-    Other ranks' rows are masked, in single precision, and the rows to look up are computed. ONNX Runtime runs no
-    float16 kernel between two such nodes (IsIsolatedFp16NodeOnCpu in core/optimizer/insert_cast_transformer.cc).
+    The indices of rows are computed, and other ranks' rows masked, by nodes without float16 kernels. Between two such
+    nodes ONNX Runtime runs no float16 kernel (IsIsolatedFp16NodeOnCpu in core/optimizer/insert_cast_transformer.cc).
     """
     return frozenset(
         table
@@ -165,17 +165,17 @@ def have_few_bits(weights: Iterable[ir.Value]) -> bool:
 
 
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:
-    """The memory of a stage whose `weights` include A and B, with the adapters' memory as a term of its own."""
+    """The memory of a stage with slots: A and B, which `weights` include, are moved to the adapters' memory."""
     sums = sum(size for weight, size in weights.items() if is_slot_input(weight))
     own = replace(memory, weights=memory.weights - sums, sums=sums)
     return replace(own, adapters=adapter_bytes(own, costs.maps_weights))
 
 
 def adapter_bytes(memory: StageMemory, packs: bool) -> int:
-    """The additional bytes for requests with adapters: an adapter sum, and an engine with slots beside the other one.
+    """The additional bytes for requests with adapters: a sum of adapters, and a second engine with slots.
 
-    That engine has values of its own. If it `packs` weights, as on CPUs, it has weights of its own too; on GPUs both
-    engines share them.
+    The second engine has activations of its own. If engines pack weights (`packs`), as on CPUs, it has weights of its
+    own too; on GPUs both engines share them.
     """
     if not memory.sums:
         return 0
@@ -189,5 +189,5 @@ def state_names(states: Iterable[State]) -> frozenset[str]:
 
 
 def overwritten(states: Iterable[State]) -> frozenset[str]:
-    """The names of the states' inputs that the engine overwrites with the outputs: both are one array."""
+    """The names of the states' inputs that the engine overwrites with the outputs."""
     return frozenset(state.input for state in states if state.in_place)

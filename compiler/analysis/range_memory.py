@@ -1,4 +1,4 @@
-"""The memory of ranges of blocks: a lower bound that is computed quickly, and the exact bytes, which take longer."""
+"""The memory of ranges of blocks: a lower bound that is fast to compute, and the exact prediction."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from splitc.runtime.package.states import State
 
 
 class RangeMemory:
-    """The bytes of a stage, for every range of blocks from number `start` to before number `end`.
+    """The bytes of a stage, for each range of blocks from number `start` to before number `end`.
 
-    The search over cuts asks for thousands of ranges. The lower bound follows from single blocks: the bytes that a
-    stage holds throughout, and the highest peak of a single block, with the nodes that are rematerialized for it.
+    The search over cuts needs thousands of ranges. The lower bound is computed from single blocks: the bytes that a
+    stage holds throughout, and the highest peak of a block with the nodes that are rematerialized for it.
     """
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
@@ -74,7 +74,7 @@ class RangeMemory:
         return crossing
 
     def _peak(self, nodes: AbstractSet[ir.Node], held: AbstractSet[ir.Value]) -> int:
-        """The peak bytes of a block's nodes and those rematerialized for it, without the values in `held`."""
+        """The peak bytes of some nodes (a block's, and those rematerialized for it), without values in `held`."""
 
         def size(value: ir.Value) -> int:
             return 0 if value in held else self._costs.value_bytes(value)
@@ -105,9 +105,9 @@ class RangeMemory:
         return self._exact[start, end]
 
     def _bound(self, start: int, end: int) -> int:
-        """The bytes that are held throughout (weights, inputs and states, received values), and the highest peak.
+        """The lower bound: bytes held throughout (weights, inputs, states, received values), plus the highest peak.
 
-        A block's peak includes the values that earlier blocks give to later stages or the caller.
+        A block's peak includes the values of earlier blocks for later stages or the caller.
         """
         size = self._costs.value_bytes
         received = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
@@ -122,7 +122,7 @@ class RangeMemory:
 
 
 class _Held:
-    """Bytes of the values that a range of blocks needs, each value counted once. `needed` are those of each block."""
+    """The bytes of values that a range of blocks needs, each counted once. `needed` has those of each block."""
 
     def __init__(self, needed: Iterable[Mapping[ir.Value, int]]) -> None:
         blocks: dict[ir.Value, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Rematerializable nodes: masks, rotary tables, shapes, and others that are cheap to compute from inputs and constants.
+"""Finds rematerializable nodes: masks, rotary tables, shapes, and others that are cheap to compute from inputs.
 
-Each stage that needs such a value computes it itself, so that it does not cross a cut.
+Each stage that needs such a value computes it itself, so that the value does not cross a cut.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import is_random
-from splitc.compiler.frontend.room import says_nothing
+from splitc.compiler.frontend.room import has_own_size
 from splitc.compiler.frontend.walks import producers
 
 # A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
 # and at most this many bytes of weights: then stages repeat little. With any share from 0.003 to 0.03, the blocks of 56
-# of 57 models are the same. The bytes only matter in models of more than 6 GiB. They are a choice: weights that are
-# held several times stay below 64 MiB per stage.
+# of 57 models are the same. The limit in bytes only matters in models of more than 6 GiB, and is a choice: weights that
+# several stages hold take at most 64 MiB each.
 REMATERIALIZABLE_SHARE = 0.01
 REMATERIALIZABLE_WEIGHT_BYTES = 64 << 20
-# A node with more bytes of weights than this stays on the main path if all its readers lie within this share of the
-# path: it belongs to one block. Values that several blocks share are read over a longer distance. With any share from
-# 0.125 to 0.5, the blocks of all 57 models are the same.
+# A node with more bytes of weights than this is not rematerializable if all its readers lie within this share of the
+# main path: it belongs to one block. Values that several blocks share are read over a longer distance. With any share
+# from 0.125 to 0.5, the blocks of all 57 models are the same.
 NEGLIGIBLE_WEIGHT_BYTES = 1024
 LOCAL_SHARE = 0.25
 
@@ -31,12 +31,12 @@ LOCAL_SHARE = 0.25
 def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
     """The nodes that are cheap together with all their ancestors, so that each stage may compute them itself.
 
-    Nodes that depend on weights alone (a transposed or dequantized weight) are rematerializable at any cost: engines
-    fold them. So are the Shape nodes in `shapes`: a stage without the value reads its sizes from another one.
+    Nodes that depend on weights alone (a transposed or dequantized weight) are always rematerializable: engines fold
+    them. So are the Shape nodes in `shapes`: a stage without their input reads the sizes off another value.
     """
     most_flops = REMATERIALIZABLE_SHARE * sum(costs.flops(node) for node in graph.nodes)
     most_bytes = min(REMATERIALIZABLE_SHARE * costs.weight_bytes(graph.nodes), REMATERIALIZABLE_WEIGHT_BYTES)
-    # The nodes to compute in each run for a rematerializable node, itself included; none if it is folded.
+    # By rematerializable node: the nodes that have to run for it, including itself; none if it is folded.
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     weighty: set[ir.Node] = set()
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]
         if not all(maker in cones for maker in makers) or is_random(node):
             continue
         if costs.is_product(node) and graph.weights(node):
-            continue  # never a product with weights, even if it is a small share of a deep model
+            continue  # a product with weights is never rematerializable, even if it is a small share of a deep model
         cone = frozenset((node,)).union(*(cones[maker] for maker in makers))
         weights = costs.weight_bytes(cone)
         if sum(map(costs.flops, cone)) <= most_flops and weights <= most_bytes:
@@ -60,7 +60,7 @@ def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]
 def _read_in_one_place(graph: Graph, cheap: frozenset[ir.Node]) -> frozenset[ir.Node]:
     """The cheap nodes whose readers lie close together among the other nodes (see LOCAL_SHARE).
 
-    Without this rule a small embedding would be rematerializable, and with it the first residual stream.
+    Otherwise a small embedding would be rematerializable, and with it the first values of the residual stream.
     """
     position = {node: index for index, node in enumerate(node for node in graph.nodes if node not in cheap)}
     first: dict[ir.Node, int] = {}
@@ -96,7 +96,7 @@ def find_known_shapes(graph: Graph) -> frozenset[ir.Node]:
         size
         for value in graph.graph.inputs
         for axis, size in enumerate(value.shape or ())
-        if not says_nothing(value, axis)
+        if not has_own_size(value, axis)
     )
     known = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
 

@@ -1,4 +1,4 @@
-"""Stages: runs of blocks, and the values that each takes from other stages and from the caller."""
+"""Stages: consecutive blocks, with the values that they take from, and give to, other stages and the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import given_sizes
-from splitc.compiler.frontend.room import says_a_size, says_nothing
+from splitc.compiler.frontend.room import exists_for_its_size, has_own_size
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 
 Place = tuple[ir.Value, int]
@@ -21,10 +21,10 @@ Place = tuple[ir.Value, int]
 class Stage:
     """What one group of devices runs, in terms of the whole model's values.
 
-    - `nodes`: those of its blocks and the rematerializable ones that they need, in the model's order.
-    - `feeds`: inputs of the model. `outputs`: its outputs.
-    - `receives`: values from earlier stages. `sends`: values for later ones.
-    - `borrowed`: shape vectors of values that the stage does not have. It reads the same sizes from other values.
+    - `nodes`: the nodes of its blocks and the rematerializable ones that they need, in the model's order.
+    - `feeds`, `outputs`: inputs and outputs of the model.
+    - `receives`, `sends`: values from, and for, other stages.
+    - `borrowed`: shape vectors of values that the stage does not have. It reads the same sizes off other values.
     """
 
     blocks: tuple[Block, ...]
@@ -49,8 +49,8 @@ class Stage:
 def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
     """Stages of consecutive blocks, followed by one for each device with placed weights.
 
-    `ends` are, for each stage of blocks, the number of its last block plus one. The first stage gives outputs that only
-    depend on rematerializable nodes (a mask).
+    `ends` are, for each stage of blocks, the number of its last block plus one. The first stage computes outputs that
+    depend only on rematerializable nodes, such as a mask.
     """
     runs = [partition.blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     runs += [placed.blocks for placed in partition.placed]
@@ -76,7 +76,7 @@ def _stage(
 ) -> Stage:
     """One stage without its `sends`.
 
-    Its nodes are those upstream of its blocks and outputs, through rematerializable nodes, up to other stages.
+    Its nodes are those of its blocks, and all that they and its outputs depend on, except nodes of other stages.
     """
 
     def reads(node: ir.Node) -> Sequence[ir.Value]:
@@ -94,7 +94,7 @@ def _stage(
     sized = (value for node in nodes if node in partition.shapes for value in graph.reads[node])
     feeds = [value for value in dict.fromkeys([*read, *filter(_is_for_its_sizes, sized)]) if value.is_graph_input()]
     receives = [value for value in read if (maker := value.producer()) is not None and is_elsewhere(maker)]
-    # A Shape node stays if the value that it reads is there anyway; otherwise its result is borrowed.
+    # A Shape node stays if the stage has the value that it reads; otherwise its result is borrowed.
     present = {*feeds, *receives, *(value for node in nodes for value in node.outputs)}
     absent = dict.fromkeys(n for n in nodes if n in partition.shapes and present.isdisjoint(graph.reads[n]))
     borrowed = [node.outputs[0] for node in absent]
@@ -118,14 +118,14 @@ def _stage(
 
 
 def _is_for_its_sizes(value: ir.Value) -> bool:
-    """Whether only the sizes of a caller's input are read, which may differ from other values with its symbols."""
-    if not value.is_graph_input() or says_a_size(value):
+    """Whether a value is an input of the caller of which only sizes are read, which other values may not have."""
+    if not value.is_graph_input() or exists_for_its_size(value):
         return False
     return all(use.node.op_type == "Shape" for use in value.uses())
 
 
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
-    """The model's inputs that a stage takes only for their sizes, since no other value that it takes has these."""
+    """The model's inputs that a stage takes only for their sizes, which no other value that it takes has."""
     needed: list[ir.Value] = []
     for value in borrowed:
         for size in borrowed_sizes(value):
@@ -145,9 +145,9 @@ def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
 
 
 def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
-    """The first value with an axis of this size, and the axis. Not one with room, or that may be left out."""
+    """The first value with an axis of this size, and the axis. Not one with spare capacity, or that may be omitted."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):
-            if other == size and not says_nothing(value, axis):
+            if other == size and not has_own_size(value, axis):
                 return value, axis
     return None

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import ancestors, producer_of
-from splitc.compiler.fusion.gelu import find_by_tanh, find_written
+from splitc.compiler.fusion.gelu import find_by_erf, find_by_tanh
 from splitc.compiler.fusion.operand import factor_of
 
 GELUS = ("Gelu", "FastGelu")
@@ -24,7 +24,7 @@ def written_gelus(nodes: Sequence[ir.Node]) -> dict[ir.Node, tuple[ir.Value, set
     the nodes prevent both.
     """
     there, written = set(nodes), {}
-    for data, result in filter(None, (find_written(node) or find_by_tanh(node) for node in nodes)):
+    for data, result in filter(None, (find_by_erf(node) or find_by_tanh(node) for node in nodes)):
         last = producer_of(result)
         parts = ancestors([last], partial(_other_inputs, data))
         is_known = any(node.op_type in ("Div", "Tanh") for node in parts) and data not in last.inputs

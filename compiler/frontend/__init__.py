@@ -1,1 +1,1 @@
-"""Reads a model's file into a checked graph in normal form, with shapes, constants, states and roles of inputs."""
+"""Reads a model's file into a checked graph in normal form, and finds shapes, constants, states and roles of inputs."""

@@ -1,4 +1,4 @@
-"""Checks that ONNX Runtime accepts a model. Only one node of each form is loaded, in a fraction of the whole's time."""
+"""Checks that ONNX Runtime accepts a model, by loading one node of each form: a fraction of the whole model's time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RefusedError(ModelError):
 
 @contextmanager
 def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
-    """Raise RefusedError instead of another error if ONNX Runtime refuses the model too: its message is clearer."""
+    """On an error inside, raise RefusedError instead if ONNX Runtime refuses the model too: its message is clearer."""
     try:
         yield
     except RefusedError:
@@ -42,8 +42,8 @@ def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
 def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
     """Raise RefusedError if ONNX Runtime refuses the model.
 
-    Nodes that repeat an earlier one are left out, and their outputs become inputs: see `_repeated`. The whole model is
-    only loaded if the rest is refused, so that the message is the one that the user would see.
+    Nodes that repeat an earlier one (`_repeated`) are not loaded: their outputs become inputs. If the rest is refused,
+    the whole model is loaded, so that the message is the one that the user would see.
     """
     _check_crashes(graph)
     if not _holds_its_data(file) or _refuses(_without(graph, file).SerializeToString()):
@@ -51,7 +51,7 @@ def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
 
 
 def _check_crashes(graph: Graph) -> None:
-    """Raise RefusedError for a node that ONNX Runtime loads, but that ends the process when it runs."""
+    """Raise RefusedError for a node that ONNX Runtime loads, but that crashes the process when it runs."""
     if release(onnxruntime.__version__) >= (1, 32):
         return
     for node in graph.nodes:
@@ -84,13 +84,13 @@ def _refuses(model: Path | bytes, trusts_data: bool = False) -> Exception | None
 
 
 def _holds_its_data(file: onnx.ModelProto) -> bool:
-    """Whether the weights in the file have as many bytes as their shapes say."""
+    """Whether each initializer in the file has as many bytes as its shape needs."""
     inside = (tensor for tensor in file.graph.initializer if tensor.raw_data)
     return all(len(tensor.raw_data) == ir.serde.deserialize_tensor(tensor).nbytes for tensor in inside)
 
 
 def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without most of its repeated nodes and without its large weights, which become inputs."""
+    """The model without repeated nodes where possible, and with its large weights as inputs."""
     kept = _kept(graph, _repeated(graph))
     made = {value for node in kept for value in node.outputs}
     reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
@@ -117,7 +117,7 @@ def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _repeated(graph: Graph) -> set[ir.Node]:
-    """The nodes whose operator, attributes, and known facts about inputs equal those of an earlier node."""
+    """The nodes with the same operator, attributes, and input types and shapes as an earlier node."""
     forms: set[Hashable] = set()
     repeated = set()
     for node in graph.nodes:
@@ -140,7 +140,7 @@ def _known(value: ir.Value | None) -> Hashable:
 
 
 def _kept(graph: Graph, repeated: Collection[ir.Node]) -> list[ir.Node]:
-    """The nodes that are not repeated, and producers of outputs and of values of unknown type that kept nodes read."""
+    """The nodes that are not repeated, and those that make outputs, or values of unknown type that kept nodes read."""
     needed = set(graph.graph.outputs)
     kept = []
     for node in reversed(graph.nodes):

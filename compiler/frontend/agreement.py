@@ -1,4 +1,4 @@
-"""Checks whether other sizes of a model's inputs fit: no shape is lost, and sizes agree as operators require."""
+"""Checks whether other input sizes fit a model: all shapes can still be inferred, and agree as operators require."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.compiler.request.shapes import Shape
 
 
 def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether as many shapes are known as with the given sizes, and sizes agree as operators require."""
+    """Whether shapes `made` for other sizes are as completely known as `bound`, and agree as operators require."""
     if len(made.uncertain) > len(bound.uncertain):
         return False
     certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
@@ -23,14 +23,14 @@ def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
 
 
 def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether sizes are as an operator requires.
+    """Whether a node's shapes are as its operator requires.
 
-    Factors of a product agree along the axis that is summed over, parts of a Concat along all other axes. A Reshape
-    keeps the number of elements. Attention has as many keys as values.
+    Factors of a product agree along the summed axis, inputs of a Concat along all axes but its own. A Reshape keeps the
+    number of elements. Attention has as many keys as values.
     """
     read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
     if operator_of(node).is_attention:
-        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values may be left out
+        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values are optional
         return len(lengths) <= 1
     if not is_onnx(node, "MatMul", "Concat", "Reshape"):
         return True

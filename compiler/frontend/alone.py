@@ -1,4 +1,4 @@
-"""Models of a single node, or of a part of a graph, run in ONNX Runtime."""
+"""Runs a single node, or a part of a graph, in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from splitc.runtime.arrays.array import Array
 
 
 def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequence[Sequence[int]] = ()) -> ir.Graph:
-    """A graph of the node alone. It is equal for all nodes that compute the same.
+    """A graph of one node. Nodes that compute the same have equal graphs.
 
-    Constants for which `keeps` is true are initializers. Other inputs are inputs of the graph, with these `shapes`.
+    Constants for which `keeps` is true are initializers. The other inputs are inputs of the graph, with these `shapes`.
     """
     remaining = iter(shapes)
     inputs: list[ir.Value | None] = []
@@ -23,7 +23,7 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
         if value is None:
             inputs.append(None)
         elif keeps(value) and (tensor := value.const_value) is not None:
-            # A tensor of its own: it gets the input's name, and holds its data.
+            # A copy in memory, since it gets the input's name.
             own = ir.Tensor(tensor.numpy(), tensor.dtype)
             kind = ir.TensorType(own.dtype)  # a value that was just folded has none yet
             inputs.append(ir.Value(name=f"input{number}", shape=own.shape, type=kind, const_value=own))
@@ -88,7 +88,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
 
 
 def with_own_tensors(graph: ir.Graph | ir.GraphView) -> ir.Graph:
-    """A copy of a graph with copies of its weights: those of the model may lie in a file, or have other names."""
+    """A copy of a graph with its weights copied into memory: the model's may lie in a file, or have other names."""
     copy = graph.clone()
     for value in copy.initializers.values():
         if (tensor := value.const_value) is not None:

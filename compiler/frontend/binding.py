@@ -1,6 +1,6 @@
-"""Binds inputs to constants (`--set`), and folds what follows: branches, choices, unused inputs.
+"""Binds inputs to constants (`--set`), folds what depends on them alone, and removes branches and inputs left unused.
 
-onnxscript's optimizer takes branches too, but no choices (Where), and would be one more library to install.
+onnxscript's optimizer resolves If too, but not Where, and would be one more library to install.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Fixed:
 
 
 def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
-    """Replace the inputs in `settings` by constants, in place, and fold what follows from them.
+    """Replace the inputs in `settings` by constants, in place, and fold what depends on them alone.
 
     Inputs that nothing reads afterwards are removed too. Returns all removed inputs. Raises MisuseError for an unknown
     input, or for a value that does not fit the input's type or shape.
@@ -69,10 +69,10 @@ def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
 
 
 def _take_choices(model: ir.Model) -> int:
-    """Replace each Where with a single known condition by the input that it selects. Returns how many were replaced.
+    """Replace each Where with a known condition of one element by the input that it selects. Returns their number.
 
-    A Where broadcasts its inputs, so it stays if the other input makes the result larger. To see that, shapes are
-    inferred, since the file's own may be wrong.
+    A Where broadcasts its inputs, so it stays if the other input may make the result larger. Shapes are inferred for
+    that, since the file's own may be wrong.
     """
     choices = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
     if not choices:
@@ -105,7 +105,7 @@ def _truth(value: ir.Value | None) -> bool:
 
 
 def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
-    """Whether a value keeps its shape when it is broadcast together with the others."""
+    """Whether a shape stays the same when it is broadcast with the others."""
     if own is None or any(other is None or len(other) > len(own) for other in others):
         return False
     pairs = [pair for other in others for pair in zip(reversed(own), reversed(other or ()), strict=False)]

@@ -1,7 +1,7 @@
-"""Small numbers that nodes compute from constants become constants, and nodes that change nothing are bypassed.
+"""Folds small constants, and bypasses nodes without effect.
 
-torch's newer exporter leaves this to its optimizer, and writes more such nodes than others if that does not run. Passes
-that look for a pattern would have to look through them.
+torch's newer exporter leaves such nodes to its optimizer, and writes many if that does not run. Passes that match a
+pattern would have to skip them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from splitc.compiler.frontend.optional import defaults_hidden, source_of
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.operators.registry import operator_of
 
-# The types of sizes, positions and conditions. Other numbers are weights, except for single ones.
+# The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.
 _OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
 # Exporters write the end of an axis as the largest number of 64 or of 32 bits.
 _END = (1 << 31) - 1
 
 
 def fold_constants(graph: ir.Graph) -> None:
-    """Replace nodes that compute from sizes, conditions and single numbers of the file alone by constants, in place.
+    """Replace nodes that compute from constant sizes, conditions and scalars alone by constants, in place.
 
-    What is computed from weights stays, but for their sizes: names and shards follow from the model's own.
+    What is computed from weights is not folded, except for sizes of weights: names and shards are those of the model's
+    own weights.
     """
     known = {value for value in graph.initializers.values() if _is_number(value)}
     with defaults_hidden(graph):
@@ -53,7 +54,7 @@ def _is_number(value: ir.Value) -> bool:
 
 
 def _is_list(value: ir.Value) -> bool:
-    """Whether a folded value is no matrix that is filled with numbers: a constant one would pass for a weight."""
+    """Whether a folded value is anything but a floating-point matrix. A matrix would be taken for a weight."""
     return value.dtype in _OF_SIZES or value.shape is None or len(value.shape) < 2
 
 
@@ -72,7 +73,7 @@ def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
 def bypass_same(graph: ir.Graph) -> None:
     """Bypass nodes whose output is their first input, in place.
 
-    If it is an output of the model, what the node reads becomes the output, unless that is one already, or no result.
+    If the output is one of the model's, the input takes its place, unless it is an output already, or no node makes it.
     """
     for node in all_nodes(graph):
         value = node.inputs[0] if node.inputs and not node.domain else None
@@ -88,7 +89,7 @@ def bypass_same(graph: ir.Graph) -> None:
 
 
 def merge_casts(graph: ir.Graph) -> None:
-    """Let the readers of equal casts of a value read the first one, in place.
+    """Merge equal casts of a value, in place.
 
     Without its optimizer, torch's exporter casts the input of a norm once for its squares, and once for its product.
     """
@@ -102,10 +103,10 @@ def merge_casts(graph: ir.Graph) -> None:
 
 
 def _is_same(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node returns its first input as it is.
+    """Whether a node returns its first input unchanged.
 
-    Of a Concat the other parts may have been empty: transformers' first cache has no rows. Identity also shares a
-    weight among layers. Engines hold it once.
+    Exporters write a Concat of one input where an empty cache of transformers was dropped, and an Identity where layers
+    share a weight.
     """
     match node.op_type:
         case "Identity":
@@ -124,7 +125,7 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _takes_all(node: ir.Node) -> bool:
-    """Whether a Slice begins and ends where its axes do, in every request."""
+    """Whether a Slice takes all of its axes in every request."""
     bounds = [*node.inputs[1:], None, None, None, None][:4]
     starts, ends, _, steps = map(constant_numbers, bounds)
     is_forward = len(node.inputs) < 5 or set(steps or ()) == {1}

@@ -1,4 +1,4 @@
-"""Edits of a rank's graph: add constants, insert nodes, replace nodes."""
+"""Edits a graph: adds constants, inserts nodes, replaces nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
 
-# The opsets from which on operators take their lists as inputs. Before, these are attributes.
+# The first opset in which an operator takes lists of numbers as inputs. Before, they are attributes.
 LISTS_AS_INPUTS = {
     "Slice": 10,
     "Pad": 11,
@@ -35,7 +35,7 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
 
 
 class Editor:
-    """The graph of one rank while it is rewritten. A value that replaces another one takes over its name."""
+    """A graph while it is rewritten. A value that replaces another one takes over its name."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
@@ -60,7 +60,7 @@ class Editor:
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
 
     def lists(self, operator: str, **lists: Sequence[int]) -> tuple[list[ir.Value], dict[str, Any]]:
-        """An operator's lists of numbers, as in the graph's opset: as inputs after its data, or as attributes."""
+        """An operator's lists of numbers, as (inputs after its data, attributes): which of them, the opset decides."""
         if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
             return [], lists
         return [self.numbers(*numbers) for numbers in lists.values()], {}
@@ -80,7 +80,7 @@ class Editor:
         return self.add((tensor.name, b""), tensor)
 
     def part_of(self, weight: ir.Value, axis: int, places: slice) -> ir.Value:
-        """A new initializer with these places of an axis of a weight. They are read only when they are written."""
+        """A new initializer: a weight sliced to `places` along an axis. It is read when it is written to a file."""
         tensor = weight.const_value
         assert tensor is not None
         shape = [*tensor.shape.numpy()]
@@ -114,7 +114,7 @@ class Editor:
     ) -> ir.Value:
         """Insert a node after the producer of a value. Its result replaces the value and takes over its name.
 
-        The `suffix` is appended to the old value's name. The result has its type, unless `dtype` is given.
+        The `suffix` is appended to the old value's name. The result has the old value's type, unless `dtype` is given.
         """
         node = ir.node(operator, inputs, attributes)
         self.graph.insert_after(producer_of(old), node)

@@ -42,7 +42,7 @@ def _weights(contents: Contents) -> Iterator[onnx.TensorProto]:
 
 
 def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
-    """All tensors except the weights of the model's graphs: attributes, and tensors in functions."""
+    """All tensors except the initializers of the model's graphs: those in attributes, and in functions."""
     for graph in contents.in_functions:
         yield from graph.initializer
     for graph in (*contents.graphs, *contents.in_functions):
@@ -148,9 +148,9 @@ def _without_dots(path: Path) -> Path:
 
 
 def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
-    """External data at this full path, which were checked.
+    """A checked external tensor, with the full path of its file.
 
-    With relative paths, onnx_ir checks them at each read, and refuses files with hard links, which packages may make.
+    onnx_ir checks relative paths at each read, and refuses files with hard links, which packages may have.
     """
     return ir.ExternalTensor(
         path, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name or ""
@@ -158,7 +158,7 @@ def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
 
 
 def load_settled(path: Path) -> ir.Model:
-    """A model whose data were checked, read anew."""
+    """Read a model again whose external data were checked before."""
     model = ir.load(path)
     settle_weights(model, path.parent)
     return model
@@ -174,7 +174,7 @@ def saved(model: ir.Model, name: str) -> Iterator[Path]:
 
 
 def settle_weights(model: ir.Model, folder: Path) -> None:
-    """Set the full paths of checked weights, and the types of their values, in place.
+    """Set the full paths of checked weights, and the types of their values by the tensors, in place.
 
     The types that the file declares may be wrong. Small weights become arrays, which are faster to read than protobufs.
     """

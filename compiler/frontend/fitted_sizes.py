@@ -1,8 +1,8 @@
-"""Sizes of inputs that fit together: made up, tried in ONNX Runtime, and changed if it refuses them.
+"""Finds sizes of inputs that fit together: default sizes are tried in ONNX Runtime, and changed if it refuses them.
 
-No rules describe what each operator requires of sizes (as many channels as a Conv's kernel, a length that its kernel
-fits into, a cache with the queries' head size): ONNX Runtime knows. The first node that it refuses shows which inputs
-are wrong. Other sizes of these are tried until the node runs.
+splitc has no rules of what each operator requires (as many channels as a Conv's kernel, a length that holds its kernel,
+a cache with the queries' head size): ONNX Runtime has. The first node that it refuses shows which inputs have wrong
+sizes. Other sizes of these inputs are tried until the node runs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.package.manifest import Fill
 
-# The most sizes that are changed, one after the other, and the most tries for each. These are counts, not seconds, so
-# that a busy machine finds the same sizes. A choice, against a search without end.
+# The most changes of sizes in sequence, and the most tries for each. Counts rather than seconds, so that a busy machine
+# finds the same sizes. A choice, to bound the search.
 MOST_CHANGES, MOST_TRIES = 32, 500
 # Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED. A choice: images and sounds have up to some
 # thousand positions per side, and lengths that divide no power of two (windows, patches) are small.
@@ -48,11 +48,11 @@ Changes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Sizes of inputs, and the shapes that they bind.
+    """Sizes of inputs, and the shapes of all values with them (`bound`).
 
-    - `problem`: why the model does not run on them; None if it does.
-    - `tried`: how that was determined.
-    - `fills`: values of integer inputs that sizes depend on.
+    - `problem`: why the model does not run on these sizes; None if it does.
+    - `tried`: how that was determined: WHOLE or NODES.
+    - `fills`: how to fill integer inputs that sizes depend on.
     """
 
     inputs: InputSizes
@@ -64,7 +64,7 @@ class Fitted:
 
     @property
     def changes(self) -> Changes:
-        """All sizes that were not given."""
+        """All sizes that the user did not give."""
         return {**self.inputs.made_up, **self.inputs.stated}
 
 
@@ -73,9 +73,9 @@ class _Refused:
     """A node that ONNX Runtime does not run, and the reason.
 
     - `names`: the names of its outputs.
-    - `above`: the model up to the node.
-    - `numbers`: sizes and attributes of the node.
-    - `steps`: strides, kernels and the like of the nodes above.
+    - `above`: a model of the node and all nodes that it depends on.
+    - `numbers`: numbers in the node's input shapes and attributes, which may be the needed size.
+    - `steps`: strides, kernels and the like of the nodes above, of which the needed size may be a multiple.
     """
 
     reason: str
@@ -107,7 +107,7 @@ def _only_in_caches(graph: Graph, first: InputSizes) -> set[str]:
 
 
 class _Search:
-    """The sizes so far. Forms of nodes that ONNX Runtime has accepted are not tried again."""
+    """The search for sizes. Forms of nodes that ONNX Runtime has accepted are not tried again."""
 
     def __init__(self, graph: Graph, inputs: InputSizes, trial: Trial, is_small: Callable[[BoundShapes], bool]) -> None:
         self.inputs = inputs
@@ -130,7 +130,7 @@ class _Search:
                 continue
             if fitted.problem is not None:
                 return fitted
-            self._may_be_odd = True  # the broadcast was right, or the window
+            self._may_be_odd = True  # no size makes it less odd: the broadcast or the window is intended
         return fitted
 
     def _try(self) -> tuple[Fitted, _Refused | None]:
@@ -154,16 +154,15 @@ class _Search:
         return fitted, _Refused(wrong[1], names, above, numbers, _steps(above))
 
     def _odd(self, model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
-        """The first node that ONNX Runtime runs, although its sizes are hardly intended."""
+        """The first node whose sizes are hardly intended, although ONNX Runtime runs it; None if there is none."""
         if self._may_be_odd:
             return None
         return first_emptied(model, bound) or first_stretched(model, bound, self._declared)
 
     def _change(self, refused: _Refused) -> bool:
-        """Change sizes so that this node runs, and those that were refused before. Returns whether that succeeded.
+        """Change sizes so that this node, and those refused before it, run. Returns whether that succeeded.
 
-        If the node is refused for another reason after a change, the change counts as a part of the solution, and the
-        search goes on from there.
+        If a change makes ONNX Runtime refuse the node for another reason, further changes are tried on top of it.
         """
         symbols = self._free(refused.above)
         tries, known = count(), dict[frozenset[tuple[str, int]], str | None]()
@@ -189,7 +188,7 @@ class _Search:
         return False
 
     def _why_not(self, refused: _Refused, changes: Changes) -> str | None:
-        """Why the node is refused after a change; "" if another node is. None if none is: then the change is kept."""
+        """Why the node is refused after a change; "" if another node is. If none is, keep the change; returns None."""
         changed = self.inputs.changed(changes)
         for model in (refused.above, *self._changed):
             with bound_model(model, changed.shapes(model), defaults=True) as (copy, bound):
@@ -202,7 +201,7 @@ class _Search:
         return None
 
     def _change_by_trial(self, fitted: Fitted) -> Fitted:
-        """Change sizes, or integers that sizes may depend on, so that the whole model runs."""
+        """Change sizes, or the values of integer inputs that sizes may depend on, so that the whole model runs."""
         candidates = chain(
             ((fills, {}) for fills in _number_fills(self._trial)),
             (({}, changes) for changes in self._candidates(self._free(self._graph.model), ())),
@@ -213,7 +212,7 @@ class _Search:
             if not can_be_made_up(self._graph, shapes):
                 continue
             bound = fitted.bound if shapes == fitted.shapes else bind_shapes(self._graph.model, shapes, defaults=True)
-            # A run that takes too long tells nothing.
+            # A run that takes too long proves nothing.
             if self._is_small(bound) and self._trial.refusal(shapes, fills) is None:
                 # Sizes that depend on the integers follow from these, and are as uncertain as before.
                 known = bind_shapes(self._graph.model, shapes, _known(self._trial, fills), defaults=True)
@@ -236,9 +235,10 @@ class _Search:
         far: bool = False,
         part: Collection[str] = (),
     ) -> Iterator[Changes]:
-        """Sizes to try, likely ones first: a cache of one row, or none; doubled ones; those in `near`. If `far`, many.
+        """Changes to try, likely ones first: a cache of one row or none; doubled sizes; the sizes `near`.
 
-        Symbols in `part` have been changed already. They are changed again one at a time, not in groups.
+        If `far`, instead all small sizes, and multiples of `steps`. Symbols in `part` have been changed already: they
+        are changed again one at a time, not in groups.
         """
         sizes = self.inputs.sizes
         groups = self._groups([name for name in symbols if name not in part])
@@ -256,14 +256,14 @@ class _Search:
         yield from ({name: size} for name in symbols for size in _grown(sizes[name]))
 
     def _may_be_nothing(self, name: str) -> bool:
-        """Whether a size only occurs in sums, such as a past length in a mask's length if the model has no caches."""
+        """Whether no input is empty if this size is 0: it only occurs in sums, as a past length in that of a mask."""
         changed = self.inputs.changed({name: 0})
         shapes = changed.shapes(self._graph.model)
         reads = [shapes[value.name or ""] for value in self._graph.graph.inputs if name in symbols_of(value)]
         return self.inputs.sizes[name] > 0 and all(size > 0 for shape in reads for size in shape)
 
     def _groups(self, symbols: Sequence[str]) -> list[tuple[str, ...]]:
-        """Symbols of one input that have the same size so far, such as an image's sides."""
+        """Groups of symbols of one input with the same size so far, such as an image's sides."""
         sizes = self.inputs.sizes
         groups: dict[tuple[str, ...], None] = {}
         for value in self._graph.graph.inputs:
@@ -276,7 +276,7 @@ class _Search:
 
 
 def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
-    """Other values for inputs of one integer: for one input after the other, then for all."""
+    """Other values for integer inputs of one element: for one input at a time, then for all."""
     names = [tensor.name for tensor in trial.inputs if tensor.fill == Fill("ones") and tensor.shape in ([], [1])]
     for size in (2, 4, 8, 16, 32, 64):
         fill = Fill("randint", size, size + 1)
@@ -291,7 +291,7 @@ def _known(trial: Trial, fills: Mapping[str, Fill]) -> dict[str, Array]:
 
 
 def _grown(size: int) -> Iterator[int]:
-    """A size doubled until it exceeds LARGEST."""
+    """A size, doubled again and again until it exceeds LARGEST."""
     size = max(size, 1)
     while size <= LARGEST:
         size *= 2
@@ -331,7 +331,7 @@ def _near(reason: str, numbers: Sequence[int]) -> list[int]:
 
 
 def _kind(reason: str) -> str:
-    """A reason without its numbers."""
+    """The reason with its numbers removed, to compare reasons."""
     return re.sub(r"\d+", "", reason)
 
 

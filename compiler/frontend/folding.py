@@ -1,6 +1,7 @@
-"""Computes shape arithmetic: small integer values that follow from constants and known shapes.
+"""Computes shape arithmetic: small integer values that depend only on constants and known shapes.
 
-onnxscript's folding replaces nodes, including weights. Here values become known, and the graph stays as it is.
+onnxscript's folding replaces nodes, also those that compute from weights. Here values get a `const_value`, and the
+graph stays as it is.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 # The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
 # the same; without one, tables would be folded too.
 LONGEST = 1024
-# The most results that are cached for nodes that compute the same, in this model or the next. A choice: a result is a
-# short array, and dropped ones are recomputed.
+# The most cached results, which are shared by nodes that compute the same, also in other models. A choice: a result is
+# a short array, and dropped ones are recomputed.
 MOST_RESULTS = 4096
 
 
 def fold_shapes(graph: ir.Graph) -> int:
     """Set the `const_value` of the outputs of shape arithmetic, in place. Returns the number of folded nodes.
 
-    Shape inference alone can't always follow the sizes that are given to Reshape and Expand.
+    Shape inference alone can't always tell the sizes that Reshape and Expand get.
     """
     return sum(map(fold, graph))
 
@@ -47,9 +48,9 @@ def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
 
 
 def fold(node: ir.Node) -> bool:
-    """Set the `const_value` of a node's outputs, with shape and type, if it is shape arithmetic with known inputs.
+    """Set the `const_value` of a node's outputs, with shape and type. Returns whether that was possible.
 
-    Returns whether it is.
+    It is for shape arithmetic whose inputs, or whose inputs' shapes, are known.
     """
     if not operator_of(node).shape_arithmetic:
         return False
@@ -70,7 +71,7 @@ def _is_short(value: ir.Value) -> bool:
 
 
 def _evaluate(node: ir.Node) -> list[Array] | None:
-    """A node's results; None if an input is unknown, or too long for a size."""
+    """A node's results; None if an input is unknown or longer than LONGEST."""
     if operator_of(node).reads_shape:
         source = node.inputs[0]
         if source is None or source.shape is None or not source.shape.is_static():
@@ -111,12 +112,12 @@ def _run(node: ir.Node) -> list[Array] | None:
     try:
         return run_alone(node_alone(node, lambda _: True), {})
     except ERRORS:
-        # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
+        # The node is invalid with these shapes, as in a branch that is not taken.
         return None
 
 
 def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
-    """Whether an operator whose result may have any size returns at most LONGEST elements."""
+    """Whether a node's result has at most LONGEST elements, for operators whose result may have any size."""
     if node.op_type == "Range":
         start, limit, delta = (float(array.item()) for array in arrays)
         return abs(limit - start) <= LONGEST * abs(delta)
@@ -131,9 +132,9 @@ def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
 
 
 def take_branches(graph: ir.Graph) -> int:
-    """Replace each If with a known condition by the branch that is taken. Returns the number of replaced nodes.
+    """Replace each If with a known condition by the branch that is taken, in place. Returns the number of these.
 
-    If the condition depends on sizes, the other branch may be invalid with these sizes.
+    With these sizes the other branch may be invalid.
     """
     count = 0
     for node in [node for node in graph if node.op_type == "If"]:
@@ -160,10 +161,7 @@ def take_branches(graph: ir.Graph) -> int:
 
 
 def _named_sizes(inner: ir.Shape | None, outer: ir.Shape | None) -> ir.Shape | None:
-    """The shape of a branch's output, with the symbols that the model has for it outside the branch.
-
-    Symbols inside may be new names for the same sizes.
-    """
+    """The shape of a branch's output, with the symbols of the If's output where both have symbols."""
     if inner is None or outer is None or len(inner) != len(outer):
         return inner
     return ir.Shape([_named(*sizes) for sizes in zip(inner, outer, strict=True)])
@@ -176,7 +174,7 @@ def _named(inner: int | ir.SymbolicDim, outer: int | ir.SymbolicDim) -> int | ir
 
 
 def known_array(value: ir.Value | None) -> Array | None:
-    """The value as an array if it is known, else None."""
+    """The value's elements if it is constant or folded, else None."""
     tensor = value.const_value if value is not None else None
     return None if tensor is None else tensor.numpy()
 

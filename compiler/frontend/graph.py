@@ -38,8 +38,8 @@ class Graph:
     - `reads`: maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs
       capture.
     - `declared`: the shapes of intermediate values in the file, by name.
-    - `passed`: outputs that are inputs. They are not in the graph, but kept with their place among the outputs.
-    - `fixed`: the inputs that were bound or removed.
+    - `passed`: model outputs that are inputs, with their index among the outputs. The graph does not have them.
+    - `fixed`: the inputs that were bound to a constant, or removed since nothing reads them.
     - `optional`: the weights that a request may override.
     - `data_files`: the files of the model's external data. With `trusts_data` they may lie outside its folder.
     """
@@ -71,7 +71,7 @@ class Graph:
         return tuple(values)
 
     def are_alike(self, one: ir.Value, other: ir.Value) -> bool:
-        """Whether two values have the same shape in every request, according to the file: in numbers, or by symbols."""
+        """Whether the file declares the same shape for two values, in numbers and symbols."""
         sizes = self._written_sizes(one)
         return sizes is not None and sizes == self._written_sizes(other)
 
@@ -116,7 +116,7 @@ class Graph:
 
     @cached_property
     def uses(self) -> Mapping[ir.Value, tuple[ir.Node, ...]]:
-        """For each weight, the nodes that read it, or a value that constant nodes compute from it; with these nodes."""
+        """For each weight, the nodes that read it or a value computed from it by constant nodes, and these nodes."""
         behind: dict[ir.Node, dict[ir.Value, None]] = {}  # the weights that each constant node computes from
         uses: dict[ir.Value, list[ir.Node]] = {}
         for node, reads in self.reads.items():
@@ -139,9 +139,9 @@ class Graph:
 
 
 def complete(model: ir.Model) -> dict[ir.Node, tuple[ir.Value, ...]]:
-    """Complete the normal form of a graph that was rewritten, in place. Returns what each node reads.
+    """Restore the normal form of a graph that was rewritten, in place. Returns what each node reads.
 
-    From here on its nodes and values are their own origins.
+    The graph's nodes and values become their own origins.
     """
     COMPLETE(model)
     mark_origins(model.graph)

@@ -1,4 +1,4 @@
-"""Models in memory: splitc reads files, so they are written to one."""
+"""Writes a model in memory to a temporary file, since splitc reads files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelFile:
         return self
 
     def keep(self, user: object) -> None:
-        """Keep the file as long as this object exists, which reads its weights later."""
+        """Keep the file as long as `user` exists, which reads the weights later."""
         if self._folder is not None:
             finalize(user, self._folder.cleanup)
             self._folder = None

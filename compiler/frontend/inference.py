@@ -1,4 +1,4 @@
-"""Symbolic shape inference by onnx-shape-inference. If a rule fails, the node's shapes stay unknown."""
+"""Symbolic shape inference by onnx-shape-inference, with corrected rules, and ONNX Runtime where a rule fails."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from splitc.compiler.operators.registry import REGISTRY
 
 logger = logging.getLogger(__name__)
 
-# The types of values whose type is not known.
+# The dtypes of values of unknown type.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
 Rule = Callable[[Any, ir.Node], None]
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
 def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> frozenset[str]:
-    """Set the shapes and types that follow from the inputs, in place. Others stay unknown.
+    """Infer shapes and types from those of the inputs, in place. What can't be inferred stays unknown.
 
-    If it `folds`, shape arithmetic is computed on the way if possible, so that its readers' shapes are known at once.
-    Returns the operators that had to be run in ONNX Runtime, since they have no rule or it failed.
+    If `folds`, shape arithmetic is folded during inference where possible, so that its readers' shapes are known at
+    once. Returns the operators that had to be run in ONNX Runtime, since they have no rule or the rule failed.
     """
     observed: set[str] = set()
     _observed.set(observed)
@@ -63,9 +63,9 @@ def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> frozenset[st
 
 
 def _infer_by_library(model: ir.Model) -> None:
-    """Set shapes and types by the library's own loop, which goes into subgraphs and operators' function bodies too.
+    """Infer by the library's own loop, which covers subgraphs and operators' function bodies too.
 
-    Its last step relates symbols, and can't read all that it wrote (ceiling): all shapes are set then.
+    Its last step, which relates symbols, can't parse some expressions of its own (ceiling). All shapes are set by then.
     """
     with _own_rules(), suppress(ValueError):
         infer_symbolic_shapes(model, warn_on_missing=False)
@@ -83,7 +83,7 @@ def _infer_in_order(
             value.shape = ir.Shape(value.const_value.shape.numpy())
     sizes = chain.from_iterable(value.shape or () for value in model.graph.inputs)
     context = ShapeInferenceContext(model.opset_imports)
-    # Read as words: a file's sizes may be no expressions, or take for ever to evaluate.
+    # By their words, unparsed: a file's sizes may be no expressions, or take for ever to evaluate.
     context.reserve_symbol_names(word for size in sizes for word in re.findall(r"\w+", str(size)))
     for value in model.graph.inputs:
         context.name_anonymous_dims(value)
@@ -98,9 +98,9 @@ def _infer_in_order(
 
 
 def _find_rule(domain: str, name: str, version: int) -> Rule | None:
-    """The rule of an operator; None for a function of other operators, which is inferred through these.
+    """The rule of an operator; None if ONNX defines it as a function of other operators, whose rules are used instead.
 
-    If the library has none for this version, one is registered.
+    If the library has no rule for this version, one is registered.
     """
     registered: Rule | None = RULES.get(domain, name, version)
     if registered is not None:
@@ -126,9 +126,9 @@ def _is_function(operator: str, version: int) -> bool:
 
 
 def _forgiving(rule: Rule | None) -> Rule:
-    """Wrap a rule so that a node for which it fails is observed, or left unknown.
+    """Wrap a rule: if it fails, the node is run in ONNX Runtime (`observe`), or its shapes stay unknown.
 
-    A rule fails for a branch that is invalid with these sizes, or for a variant of the operator that it lacks.
+    A rule fails in a branch that is invalid with these sizes, or for a form of the operator that it does not cover.
     """
 
     def infer_one(context: Any, node: ir.Node) -> None:
@@ -154,9 +154,9 @@ def _forgiving(rule: Rule | None) -> Rule:
 
 
 def _tell_bodies(value: ir.Value) -> None:
-    """Set the type of a sequence, or an optional value, in the bodies of loops that carry it.
+    """Set the type of a value that is a sequence, or optional, in the bodies of loops that carry it.
 
-    The library would take it for a tensor there, since it passes on only the type of the elements.
+    The library would take it for a tensor there, since it passes on only the type of elements.
     """
     if value.type is None or isinstance(value.type, ir.TensorType):
         return
@@ -172,7 +172,7 @@ def _tell_bodies(value: ir.Value) -> None:
 def count_axes(model: ir.Model) -> dict[ir.Value, int]:
     """The number of axes of each input and computed value, from its shape, or else by ONNX's own inference.
 
-    ONNX's inference finds fewer sizes, but follows the bodies of Scan and computed shapes.
+    ONNX's inference finds fewer sizes, but handles the bodies of Scan, and shapes that the graph computes.
     """
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
@@ -185,9 +185,9 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
 
 
 def _with_constants_inside(model: ir.Model) -> ir.Model:
-    """Copy short constants into the bodies that read them, in place.
+    """Copy short constants into the subgraphs that read them, in place.
 
-    ONNX's own inference follows sizes that are computed in a body, but not from constants outside it.
+    ONNX's own inference evaluates sizes that are computed in a subgraph, but does not see constants outside it.
     """
     for node in all_nodes(model.graph):
         if node.graph is model.graph or node.graph is None:
@@ -208,14 +208,14 @@ def add_types(model: ir.Model) -> None:
     for value in (value for node in model.graph for value in node.outputs):
         if value.dtype in UNKNOWN:
             value.type = types.get(value.name)
-        if value.dtype in UNKNOWN:  # the file may say so too
+        if value.dtype in UNKNOWN:  # the file may declare UNDEFINED
             value.type = None
 
 
 def inferred_by_onnx(model: ir.Model) -> ir.Model:
-    """The model with the shapes and types of ONNX's own inference. Long weights become inputs: give it a copy.
+    """The model with the shapes and types of ONNX's own inference. The argument is changed: long weights become inputs.
 
-    onnx_ir's pass would take a sequence for a tensor. A model that ONNX considers invalid stays as it is.
+    onnx_ir's pass would take a sequence for a tensor. A model that ONNX considers invalid is returned without them.
     """
     for value in tuple(model.graph.initializers.values()):
         if value.const_value is not None and value.const_value.size > MOST_SIZES:
@@ -231,7 +231,7 @@ def inferred_by_onnx(model: ir.Model) -> ir.Model:
 
 
 def _not_beyond(rule: Rule) -> Rule:
-    """The rule for Slice, but a constant end may lie beyond the axis."""
+    """The rule of Slice, corrected: a constant end may lie beyond the end of a dynamic axis."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -247,7 +247,7 @@ def _not_beyond(rule: Rule) -> Rule:
 
 
 def _of_both_branches(rule: Rule) -> Rule:
-    """The rule for If, but a result has no shape if only one branch's is known: the other one's may differ."""
+    """The rule of If, corrected: a result has no shape if that of either branch is unknown."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -260,7 +260,7 @@ def _of_both_branches(rule: Rule) -> Rule:
 
 
 def _of_given_sizes(rule: Rule) -> Rule:
-    """The rule for Split, but parts whose lengths are computed are not taken for equal ones."""
+    """The rule of Split, corrected: parts whose lengths are computed are not taken for equal ones."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -287,7 +287,7 @@ def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.Sy
 
 
 def _own_registry() -> OpShapeInferenceRegistry:
-    """The library's rules, and in their place the shape functions of our operators. All are wrapped by `_forgiving`."""
+    """The library's rules, or the operators' own shape functions where they have one, all wrapped by `_forgiving`."""
     rules = OpShapeInferenceRegistry()
     registry.collect()
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
@@ -304,10 +304,10 @@ def _own_registry() -> OpShapeInferenceRegistry:
 
 
 def _without_common_factor(one: sympy.Expr, other: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Two equal numbers of elements without their common factors, a replacement of the library's own function.
+    """Two expressions of the same number, divided by their common factors. Replaces a function of the library.
 
-    That one simplifies the rest by all means of sympy, which takes up to a second for the windows of an image with
-    dynamic sides. To cancel factors suffices, and takes a twentieth of the time.
+    The library's also simplifies the quotients by sympy, which takes up to a second for the windows of an image with
+    dynamic sides. Cancelling suffices, and takes a twentieth of the time.
     """
     try:
         factor = sympy.gcd(one, other)
@@ -320,7 +320,7 @@ def _without_common_factor(one: sympy.Expr, other: sympy.Expr) -> tuple[sympy.Ex
 
 @contextmanager
 def _own_rules() -> Iterator[None]:
-    """Let the library infer by our rules inside the context."""
+    """Make the library infer by the rules of RULES inside the context."""
     with _lock:
         theirs = _constraints._reduce_common_factor
         _registry.registry, _constraints._reduce_common_factor = RULES, _without_common_factor

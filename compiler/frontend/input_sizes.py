@@ -1,4 +1,4 @@
-"""The sizes of a model's inputs: one for each symbol, given by the user, stated by a config, or made up."""
+"""The sizes of a model's inputs: one for each symbol, given by the user, stated in a config, or a default."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 class InputSizes:
     """The `given` shapes of some inputs, and a size for each symbol of all inputs.
 
-    - `fixed`: sizes that follow from the given shapes.
-    - `stated`: sizes from a config beside the model, unless they are given.
-    - `made_up`: all other sizes. Those in `past` (lengths of caches) are 0.
+    - `fixed`: sizes of symbols in the given shapes.
+    - `stated`: sizes from a config beside the model; given ones are preferred.
+    - `made_up`: defaults for all other symbols. Those in `past` (lengths of caches) are 0.
     """
 
     given: Mapping[str, Shape]
@@ -60,10 +60,10 @@ def input_sizes(
     stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
     ignored: Collection[ir.Value] = (),
 ) -> InputSizes:
-    """A size for each symbol of the inputs. Shapes of `ignored` (removed) inputs fix symbols too.
+    """A size for each symbol of the inputs. Shapes given for `ignored` (removed) inputs fix symbols too.
 
-    A symbol that is neither given nor stated gets the largest given size, since exporters give one length several
-    symbols: that of first dimensions if it is one, else that of the others. If none is given, it gets a default.
+    Exporters give one length several symbols. So a symbol that is neither given nor stated gets the largest given size:
+    of first axes if it is a first axis, else of the others. If none is given, it gets a default.
 
     Raises MisuseError for a shape of an unknown input, or one that contradicts the model or another one.
     """
@@ -86,13 +86,13 @@ def input_sizes(
 
 
 def symbols_of(value: ir.Value) -> frozenset[str]:
-    """The symbols in an input's sizes: the names, and the parts of names that may be expressions."""
+    """The symbols in an input's sizes: each dynamic size as a whole, and the symbols in it if it is an expression."""
     dynamic = [size for size in value.shape or () if isinstance(size, ir.SymbolicDim) and size.value]
     return frozenset(symbol for size in dynamic for symbol in (size.value or "", *size.free_symbols()))
 
 
 def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
-    """Each symbol, and whether it is a first dimension: of an input with several, or of all inputs that have it."""
+    """Each symbol, and whether it is a first axis: of an input of two or more axes, or of all inputs that have it."""
     sizes = [
         (size, axis, len(value.shape or ()))
         for value in inputs.values()
@@ -111,7 +111,7 @@ def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
 
 
 def _parts(size: ir.SymbolicDim, plain: Collection[str | None]) -> Collection[str]:
-    """The symbols of a dimension: several of an expression ("past + sequence"), one of a plain name ("batch-size")."""
+    """The symbols of a size: those in an expression ("past + sequence"), or the text itself ("batch-size")."""
     parts = size.free_symbols()
     if not parts.isdisjoint(plain) or (evaluate_size(size, dict.fromkeys(parts, DEFAULT_LENGTH)) or 0) > 0:
         return parts
@@ -147,7 +147,7 @@ def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> 
 
 
 def _given_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
-    """The sizes of symbols in the given shapes. Any other size replaces 1, which may be broadcast to it.
+    """The sizes of symbols in the given shapes. Of 1 and another size, the other counts: 1 may be broadcast.
 
     Raises MisuseError for a symbol with two sizes.
     """

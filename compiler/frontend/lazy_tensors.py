@@ -1,4 +1,4 @@
-"""Weights made from stored ones: they refer to these, and are read when they are needed."""
+"""Lazy weights that are computed from stored ones when they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Indices = slice | npt.NDArray[np.int64]
 
 
 class CutTensor(ir.LazyTensor):
-    """The elements of `source` at these indices along some axes, by the axis's number. It takes no memory."""
+    """A lazy tensor of the elements of `source` at some indices. `places` has the indices by axis."""
 
     __slots__ = ("places", "source")
 
@@ -31,7 +31,7 @@ class CutTensor(ir.LazyTensor):
 
 
 class JoinedTensor(ir.LazyTensor):
-    """Tensors of one type, concatenated along an axis. It takes no memory."""
+    """A lazy tensor of tensors of one type, concatenated along an axis."""
 
     __slots__ = ("axis", "parts")
 
@@ -50,7 +50,7 @@ class JoinedTensor(ir.LazyTensor):
 def computed(
     source: ir.TensorProtocol, shape: Sequence[int], name: str, compute: Callable[[Array], Array]
 ) -> ir.LazyTensor:
-    """What `compute` makes of another tensor's elements. It takes no memory."""
+    """A lazy tensor of what `compute` returns for another tensor's elements."""
 
     def read() -> ir.TensorProtocol:
         return ir.Tensor(np.ascontiguousarray(compute(read_alone(source))), source.dtype)
@@ -59,14 +59,14 @@ def computed(
 
 
 def read_alone(tensor: ir.TensorProtocol) -> Array:
-    """A tensor's elements. A copy of an ExternalTensor is read: the original would keep all touched pages mapped."""
+    """A tensor's elements. An ExternalTensor is read by a copy: the original would keep all read pages mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         tensor = part_of_file(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), tensor.name or "")
     return tensor.numpy()
 
 
 def take(array: Array, places: Mapping[int, Indices]) -> Array:
-    """The array's elements at these indices along some axes."""
+    """An array's elements at some indices. `places` has the indices by axis."""
     for number, place in places.items():
         array = _take(array, number, place)
     return array

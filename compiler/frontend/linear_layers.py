@@ -1,4 +1,4 @@
-"""The products and convolutions whose weight an adapter may change, with their names."""
+"""Finds linear layers, to whose weights adapters (LoRA) may be added, with the names by which adapters know them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
 QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
-# The key of torch's newer exporter for a node's modules, outermost first, as the text of a list.
+# The metadata key by which torch's newer exporter lists a node's modules, outermost first, as text.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -54,11 +54,11 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
     reader, at, quantized = _READERS.get((node.domain, node.op_type), (None, 0, False))
     if reader is None or len(node.inputs) <= at or node.inputs[at] is None:
         return None
-    weight, turned, dtype = node.inputs[at], False, None
+    weight, transposed, dtype = node.inputs[at], False, None
     assert weight is not None
     while (maker := weight.producer()) is not None and maker.inputs and maker.inputs[0] is not None:
-        if _turns(maker):
-            turned = not turned
+        if _is_transpose(maker):
+            transposed = not transposed
         elif operator_of(maker).dequantizes:
             quantized = True
             dtype = dtype or (maker.inputs[1].dtype if maker.inputs[1] is not None else None)  # the scale's
@@ -68,7 +68,7 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
             return None
         weight = maker.inputs[0]
     shape = shape_of(weight) if weight.is_initializer() and source_of(weight) is None else ()
-    layer = None if len(shape) < 2 else reader(node, weight, shape, turned)
+    layer = None if len(shape) < 2 else reader(node, weight, shape, transposed)
     if layer is None:
         return None
     dtype = dtype or layer.dtype
@@ -79,35 +79,35 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
     return replace(layer, why_not=QUANTIZED if quantized else layer.why_not, dtype=dtype)
 
 
-def _turns(node: ir.Node) -> bool:
+def _is_transpose(node: ir.Node) -> bool:
     """Whether a node transposes a matrix."""
     order = node.attributes.get_ints("perm", None)
     return is_onnx(node, "Transpose") and (order is None or list(order) == [1, 0])
 
 
-def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:
+def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
     if len(shape) != 2:
         return None
-    transposes = bool(node.attributes.get_int("transB", 0)) != turned
+    transposes = bool(node.attributes.get_int("transB", 0)) != transposed
     factor = node.attributes.get_float("alpha", 1.0)
     inputs, outputs = shape[::-1] if transposes else shape
     return _made(node, weight, Layer((), inputs, outputs), not transposes, factor)
 
 
-def _convolution(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:
+def _convolution(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
     outputs, inputs, *kernel = shape
     groups = node.attributes.get_int("group", 1)
     why = f"its convolution has {groups} groups" if groups != 1 else ""
     return _made(node, weight, Layer((), inputs, outputs, tuple(kernel)), False, 1.0, why)
 
 
-def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:
+def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
     inputs, outputs = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
     return _made(node, weight, Layer((), inputs, outputs), False, 1.0, QUANTIZED)
 
 
 _Reader = Callable[[ir.Node, ir.Value, tuple[int, ...], bool], LinearLayer | None]
-# How an operator's weight is read, which of its inputs it is, and whether it is quantized.
+# By operator: the function that reads a layer, the index of the weight among its inputs, and whether it is quantized.
 _READERS: dict[tuple[str, str], tuple[_Reader, int, bool]] = {
     ("", "MatMul"): (_product, 1, False),
     ("", "Gemm"): (_product, 1, False),
@@ -138,7 +138,7 @@ def _made(
 
 
 def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:
-    """The names of a layer that exporters keep: from its weight's name, its node's, and its scope's."""
+    """A layer's possible names: its weight's, its node's, and its module's, as exporters write them."""
     if re.search(r"[./]", name := weight.name or ""):
         yield re.sub(r"[./](base_layer|MatMul|weight|qweight|weight_\w+)(?=$|[./])", "", name)
     if "/" in (name := node.name or ""):

@@ -1,4 +1,4 @@
-"""Reads a model's file lazily, and checks that it is complete."""
+"""Reads a model's file without its weights, and checks that it is complete."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
 
     With `trusts_data`, these may lie outside the model's folder.
 
-    Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
-    of two values; for maps; for sparse weights; for external data that are missing, too short or outside of its folder.
+    Raises ModelError if the file is missing or no ONNX model; for unknown operators; for two values of one name; for
+    maps; for sparse weights; for external data that are missing, too short or outside the model's folder.
     """
     proto = read_proto(path)
     contents = contents_of(proto)

@@ -1,4 +1,4 @@
-"""Chooses how to make up plausible arrays for a model's inputs, by their roles."""
+"""Chooses how to generate plausible arrays for a model's inputs, by their roles."""
 
 from __future__ import annotations
 

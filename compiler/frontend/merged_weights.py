@@ -1,4 +1,4 @@
-"""Weights with merged adapters: computed one at a time, when they are read."""
+"""Merges adapters (LoRA) into weights. A merged weight is lazy: it is computed when it is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitc.runtime.arrays.array import Array
 
 
 class MergedTensor(ir.LazyTensor):
-    """A weight plus the product of two matrices. It takes no memory, and is computed each time that it is read."""
+    """A lazy weight: `base` plus the product of an adapter's two matrices. It is computed each time that it is read."""
 
     __slots__ = ("base", "layer", "strength", "update")
 
@@ -58,8 +58,8 @@ class Merged:
 def merge(graph: Graph, adapters: Sequence[tuple[Adapter, float]]) -> tuple[Merged, ...]:
     """Add adapters to the weights of a graph, in place, each multiplied by its strength.
 
-    Raises MisuseError for an adapter of another model. Other updates that do not match are in the result, with the
-    reason.
+    Raises MisuseError for an adapter of another model. Single updates that match no layer are in the result, with
+    reasons.
     """
     merged = []
     layers = find_linear_layers(graph) if adapters else []

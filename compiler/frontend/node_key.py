@@ -1,4 +1,4 @@
-"""Keys of nodes: nodes with equal keys and equal inputs compute the same."""
+"""Keys by which nodes are compared: nodes with equal keys and equal inputs compute the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import onnx_ir as ir
 
-# The attributes that are compared by their values, beside tensors.
+# The types of attributes that can be compared.
 _COMPARED = frozenset(
     ir.AttributeType[name] for name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS", "TENSOR", "TYPE_PROTO")
 )

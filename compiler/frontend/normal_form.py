@@ -16,9 +16,9 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.repeats import reshape_repeats
-from splitc.compiler.frontend.sequences import part_sequences
+from splitc.compiler.frontend.sequences import replace_sequences
 from splitc.compiler.frontend.stacked_weights import part_stacks
-from splitc.compiler.frontend.uniform import part_picks
+from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
 
 
@@ -28,7 +28,7 @@ def lift(model: ir.Model) -> None:
     Each pass walks the whole model, and most models need none, so it is checked first.
     """
     for identifier, function in tuple(model.functions.items()):
-        if (function.domain, function.name) in known_operators():  # ONNX Runtime runs its own operator then
+        if (function.domain, function.name) in known_operators():  # ONNX Runtime prefers its own operator
             del model.functions[identifier]
     if model.functions:
         passes.InlinePass()(model)
@@ -46,14 +46,14 @@ def lift(model: ir.Model) -> None:
         add_types(model)
     bypass_same(model.graph)
     merge_casts(model.graph)
-    part_sequences(model)
+    replace_sequences(model)
     reshape_repeats(model)
-    part_picks(model.graph)
+    copy_selections(model.graph)
     take_out_norms(model)
 
 
 def name_apart(model: ir.Model) -> None:
-    """Give each value a name of its own, in place. An output that is left out has none: with a name it is computed."""
+    """Give each value a unique name, in place. An omitted optional output keeps its empty name."""
     left_out = [value for node in all_nodes(model.graph) for value in node.outputs if value.name == ""]
     passes.NameFixPass()(model)
     for value in left_out:
@@ -63,8 +63,8 @@ def name_apart(model: ir.Model) -> None:
 def replace_cast_like(model: ir.Model) -> None:
     """Replace CastLike by Cast, in place.
 
-    torch's exporter casts constants so, if it does not optimize. They would seem to depend on the data of the value
-    whose type they get.
+    torch's exporter casts constants by CastLike if it does not optimize: they would seem to depend on the value whose
+    type they get.
     """
     casts = [node for node in all_nodes(model.graph) if is_onnx(node, "CastLike")]
     if any(node.inputs[1] is not None and node.inputs[1].dtype in UNKNOWN for node in casts):
@@ -94,7 +94,7 @@ class NameInitializerOutputs(ir.passes.InPlacePass):
 
 
 class SortUnsorted(ir.passes.InPlacePass):
-    """Sort nodes topologically if they are not sorted. Otherwise the exporter's order is kept, which is a good one."""
+    """Sort nodes topologically, unless they are sorted: then the exporter's order is kept."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         seen: set[ir.Node] = set()
@@ -107,7 +107,7 @@ class SortUnsorted(ir.passes.InPlacePass):
 
 
 class RemoveUnused(ir.passes.InPlacePass):
-    """Remove everything unread, if there is anything: the check takes a tenth of the time of the pass."""
+    """Remove unread nodes and weights. The pass runs only if there are any: the check takes a tenth of its time."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -123,9 +123,9 @@ COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInit
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:
-    """Remove the outputs that are inputs, in place. Returns them with their places among the outputs.
+    """Remove the outputs that are inputs, in place. Returns them with their indices among the outputs.
 
-    This must come before COMPLETE, which would rename such an input. Raises ModelError if no output is left.
+    COMPLETE, which would rename such an input, has to run later. Raises ModelError if no output is left.
     """
     passed = tuple((place, value) for place, value in enumerate(graph.outputs) if value.is_graph_input())
     for place, _ in reversed(passed):

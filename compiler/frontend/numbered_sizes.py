@@ -1,7 +1,7 @@
-"""Dimensions that an exporter names by a number, as a string: they may be fixed to that number, or dynamic.
+"""Dimensions whose symbol is a number ("16"): decides whether they are fixed to that number, or dynamic.
 
-torch's exporter writes dimensions so that it considers fixed, such as a number of heads. Others name axes 0 and 1. ONNX
-Runtime treats both as dynamic.
+torch's exporter writes fixed dimensions so, such as a number of heads. Others name the axes "0" and "1". ONNX Runtime
+treats both as dynamic.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from splitc.compiler.request.shapes import Shape
 
 
 def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
-    """Rename input dimensions that are named by numbers, in place, if they may have other sizes.
+    """Rename symbols that are numbers, in place, if these dimensions are dynamic.
 
-    They may if the shapes that are `given` have other sizes, or if the model's shapes can be inferred with others as
-    well.
+    They are if the `given` shapes have other sizes there, or if the model's shapes can be inferred for other sizes.
     """
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
     if not numbered:

@@ -1,4 +1,4 @@
-"""Shapes of operators without a shape function, observed by running them in ONNX Runtime on made-up inputs."""
+"""Observes the shapes of operators without a shape function, by running them in ONNX Runtime on generated inputs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FAILURES: tuple[type[Exception], ...] = (*ERRORS, TypeError, ValueError, Attribu
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the sizes of a node's outputs come from, for inputs of these `sizes` (None: any size)."""
+    """Where the sizes of a node's outputs come from, for inputs of these `sizes` (None stands for any size)."""
 
     sizes: tuple[tuple[int | None, ...], ...]
     outputs: tuple[tuple[Origin, ...], ...]
     dtypes: tuple[ir.DataType, ...]
 
     def hold(self, shapes: Sequence[Sequence[Size]]) -> bool:
-        """Whether it applies to inputs of these shapes."""
+        """Whether inputs of these shapes have the `sizes`."""
         pairs = zip(self.sizes, shapes, strict=True)
         return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape, strict=True))
 
@@ -64,10 +64,10 @@ def _observed(signature: Hashable) -> list[Origins]:
 
 
 def observe(node: ir.Node) -> Observed | None:
-    """The shapes and types of a node's outputs; None if they depend on data, or if the node fails to run.
+    """The shapes and types of a node's outputs; None if they depend on the contents of inputs, or the node fails.
 
-    The node runs twice, with different primes for the symbolic sizes, which show where the outputs' sizes come from.
-    The result is reused for similar nodes, so that those with large sizes need not run.
+    The node runs twice, with different primes for its symbols: an output's size that equals the same input's size in
+    both runs comes from there. The result is reused for nodes that differ in these sizes alone.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
     if any(value.shape is None or value.dtype is None for value in inputs) or (key := signature(node)) is None:
@@ -95,7 +95,7 @@ def _find_origins(node: ir.Node, shapes: Sequence[Sequence[Size]]) -> Origins | 
 
 
 def _is_kept(value: ir.Value) -> bool:
-    """Whether the value is known and short, so that sizes may depend on it."""
+    """Whether the value is constant and short, so that sizes may depend on its elements."""
     return value.const_value is not None and value.const_value.size <= MOST_SIZES
 
 
@@ -106,7 +106,7 @@ def signature(node: ir.Node) -> Hashable:
 
 
 def _known(value: ir.Value) -> Hashable:
-    """What is known about an input, without sizes that depend on the request."""
+    """What identifies an input in a signature: its elements if it is a short constant, else its type and rank."""
     if value.const_value is None:
         return value.dtype, len(value.shape or ())
     return tensor_key(value.const_value) if _is_kept(value) else (value.dtype, tuple(value.const_value.shape.numpy()))
@@ -159,8 +159,8 @@ def refusal(
 ) -> str | None:
     """Why ONNX Runtime does not run the node on inputs of these shapes (None: a missing input); None if it does.
 
-    One of several `fills` that it runs with suffices. None too if the CPU provider has no kernel for the node's types.
-    `made` are the outputs' shapes, if known.
+    It is enough that the node runs with one of the `fills`. None also if the CPU provider has no kernel for the node's
+    types. `made` are the outputs' shapes, if known.
     """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
@@ -184,7 +184,7 @@ def refusal(
 
 
 def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shape | None]) -> dict[str | None, Any]:
-    """Made-up values of inputs for which not any data will do, by their names in the graph of the node alone."""
+    """Example values of inputs that need special ones, by their names in the graph of `node_alone`."""
     if (example := operator_of(node).example_input) is None:
         return {}
     inputs, outputs = (
@@ -197,7 +197,7 @@ def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shap
 
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
-    """The outputs' shapes and types for inputs of these shapes; None if zeros and ones differ in these, or it fails."""
+    """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
     graph = node_alone(node, _is_kept, shapes)
     try:
         session = open_alone(graph)

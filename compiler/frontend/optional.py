@@ -1,6 +1,6 @@
-"""Optional inputs: initializers that are also inputs. A request may override the model's own value.
+"""Optional inputs: initializers that are also inputs, so that a request may override the model's default.
 
-In the graph they are weights with a mark: they may be sharded, but not folded.
+In splitc's graph they are initializers with a mark: they may be sharded, but not folded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MARK = "splitc.optional"
 
 @dataclass(frozen=True)
 class OptionalOrigin:
-    """The optional input that an initializer is, or is a shard of. `places` are a shard's indices along each cut axis.
+    """The optional input that an initializer is, or is a shard of. `places` are a shard's indices by sharded axis.
 
-    `declared` is the model's shape of the input, which may have dynamic sizes although the default has none.
+    `declared` is the input's shape in the model, which may be dynamic.
     """
 
     input: str
@@ -80,7 +80,7 @@ def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, declared: ir.Shape)
 
 
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
-    """Mark a new initializer as a shard of another one, with these elements along these axes."""
+    """Mark a new initializer as a shard of another one, if that is optional. `places` are its indices by axis."""
     if (source := source_of(whole)) is not None:
         part.meta[_MARK] = OptionalOrigin(source.input, source.declared, places)
 
@@ -99,12 +99,12 @@ def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
 
 
 def make_overridable(graph: ir.Graph) -> list[Override]:
-    """Add initializers that come from optional inputs to the graph's inputs, in place. Returns their overrides."""
+    """Make initializers that come from optional inputs inputs again, in place. Returns the manifest's entries."""
     overrides = []
     for value in optional_inputs(graph):
         source = source_of(value)
         assert source is not None
-        if source.declared is not None:  # a shard has its own size along the axes that are cut
+        if source.declared is not None:  # a shard has its own size along sharded axes
             own = value.shape or source.declared
             sizes = zip(own, source.declared, strict=True)
             value.shape = ir.Shape(

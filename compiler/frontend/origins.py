@@ -1,4 +1,4 @@
-"""The origins of copies: the model's nodes and values that they are copies of, in metadata that onnx_ir copies."""
+"""Leads from nodes and values of a copied graph back to the model's: its origins, in metadata that onnx_ir copies."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def origin_of(clone: T) -> T | None:
 
 
 def described(clone: ir.Value) -> ir.Value:
-    """The model's value of a copy, which has the type and shape that copies lack; else the value itself."""
+    """The model's value that a value is a copy of, which has a type and a shape; the value itself if it is no copy."""
     return origin_of(clone) or clone
 
 
 def planned_shape(clone: ir.Value, shapes: Mapping[str, Shape]) -> Shape:
-    """The shape of a copy's value in the model, of these by name; () if it is not known."""
+    """The shape of a copy in the model: `shapes` has these by name. () if it is not known."""
     return shapes.get(described(clone).name or "", ())
 
 
 def note_sizes(value: ir.Value, shape: ir.Shape | None) -> None:
-    """Note the sizes that a value has on its rank. Its `shape` may say less: it is written to the engine's file."""
+    """Note a value's sizes on its rank. Its `shape`, which is written to the engine's file, may omit some of them."""
     value.meta[_SIZES] = shape
 
 
@@ -72,7 +72,7 @@ def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
 
 
 def put_behind(node: ir.Node, value: ir.Value) -> None:
-    """Let the other readers of a value, and the graph's outputs, have a node's result instead. The node reads it."""
+    """Replace a value by the result of a node that reads it, for all other readers, and as an output of the graph."""
     own = [number for number, read in enumerate(node.inputs) if read is value]
     value.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
     for number in own:

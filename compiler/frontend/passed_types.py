@@ -1,4 +1,4 @@
-"""Which values may enter and leave ranks: tensors of types that have arrays."""
+"""Checks the types of values that enter and leave ranks: tensors of types that the runtime has arrays for."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from splitc.runtime.arrays.onnx_types import KNOWN
 
 
 def check_ends(graph: Graph) -> None:
-    """Raise ModelError if an input or an output of the model can't be passed on."""
+    """Raise ModelError if ranks can't pass on an input or an output of the model."""
     check_passed("input", graph.graph.inputs)
     check_passed("output", graph.outputs)
 
 
 def check_passed(place: str, values: Iterable[ir.Value]) -> None:
-    """Raise ModelError if one of these values can't be passed on. `place` says what they are."""
+    """Raise ModelError if ranks can't pass on one of these values. `place` is "input" or "output"."""
     for value in values:
         if (why := why_not_passed(value)) is not None:
             raise ModelError(f"the {place} '{value.name}' is {why}")
 
 
 def why_not_passed(value: ir.Value) -> str | None:
-    """What a value is that can't be passed on; None if it can be."""
+    """What a value is that ranks can't pass on, and what to do; None if they can."""
     if not isinstance(value.type, ir.TensorType):
         return f"a {value.type}, and splitc passes on only tensors"
     is_text = value.type.dtype == ir.DataType.STRING

@@ -1,4 +1,4 @@
-"""Probe sizes to find axes with: distinct, since equal sizes would relate unrelated axes by accident."""
+"""Probe sizes, with which axes are related: distinct, since equal sizes would relate unrelated axes by accident."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FACTORS = (3, 5, 7, 2)
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 # Shapes are inferred for each size of each symbol: more symbols would take too long.
 MOST_SYMBOLS = 6
-# The smallest primes, in this order, for symbols from which axes of less than two elements follow. Models reduce the
-# sides of images to a 32nd, and the length of sounds to about a 300th.
+# The smallest primes, in this order, for symbols with which computed axes have less than two elements. Models reduce
+# the sides of images to a 32nd, and the length of sounds to about a 300th.
 LARGER = (67, 1031)
 # The most elements of all inputs with larger sizes, with which a package is compared. A choice.
 MOST_ELEMENTS = 1 << 16
@@ -37,9 +37,9 @@ Way = Callable[..., dict[str, int]]
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Probe sizes for the symbols of a graph's inputs. All shapes are `bound` to the given `shapes`.
+    """Probe sizes for the symbols of a graph's inputs. `bound` are all shapes for the given input `shapes`.
 
-    The results have only those `constants`, and entries of constants (`mixed`), that do not depend on sizes.
+    The results have only those `constants`, and entries of constants (`mixed`), that are the same for both sizes.
     """
 
     graph: Graph
@@ -50,13 +50,13 @@ class Probes:
         """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
         Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
-        past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept.
-        If that does too, the same axis of several inputs gets one symbol if its size is the same, since some exporters
-        name each axis anew.
+        past and new length), its probe size is the sum of theirs. If more shapes are unknown then, sums are not kept.
+        If still more are unknown, symbols of the same axis of several inputs with equal given sizes get the same prime,
+        since some exporters name each axis anew.
 
-        The given shapes are returned if all of these leave more shapes unknown (an image whose sides must be multiples
-        of the patch size). If operators agree on none of these sizes, since the model has one as a number, that symbol
-        keeps its given size.
+        The given shapes are returned if more are unknown in any case (an image whose sides must be multiples of the
+        patch size). If shapes disagree for all of these sizes, since the model has one as a number, that symbol keeps
+        its given size.
         """
         if not self._symbols:
             return self.bound
@@ -71,10 +71,10 @@ class Probes:
         return probed or self.bound
 
     def with_same_axes(self) -> Iterator[BoundShapes]:
-        """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
+        """Shapes with a prime for each symbol: one for all symbols of the same axis of inputs with equal given sizes.
 
         Some exporters name the rows of each input differently. If the given cache is empty, there are also shapes with
-        a mask as long as the cache and the new tokens. Shapes that leave more unknown are left out.
+        a mask as long as the cache and the new tokens. Shapes with more unknown sizes are omitted.
         """
         ways = [partial(self._numbers, True, self._same)] if self._same else []
         if self._numbers(True, self._same_rows, 0) != self._numbers(True, self._same_rows):
@@ -82,9 +82,9 @@ class Probes:
         yield from (made for way in ways if (made := self._first_probed([way])) is not None)
 
     def multiples(self, probed: BoundShapes) -> BoundShapes | None:
-        """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.
+        """Shapes for a model that primes do not fit, as one that downsamples and upsamples an image: with multiples.
 
-        Symbols that take no other size keep theirs. None if the `distinct` ones, `probed`, fit, or if all keep theirs.
+        A symbol that no other size fits keeps its given size. None if all do, or if `probed`, by `distinct`, fit.
         """
         return None if probed is not self.bound and self._fits(probed) else self._multiplied()
 
@@ -92,9 +92,9 @@ class Probes:
         """Shapes of few elements, to run a model or a part of it with: the first that fit, and those for one row.
 
         A distinct small prime for each symbol, the same one for all caches and for the rows of all inputs, or else for
-        the same axis of all inputs, or for all symbols of one given size. If a model makes images smaller and larger
-        again, these times a power of two where the given size is a multiple. Some operators take several tokens behind
-        a cache of one row only. Constants are those of these sizes.
+        the same axis of all inputs, or for all symbols of one given size. For images that are downsampled, these times
+        a power of two where the given size is a multiple. Shapes for one row are for operators that take several tokens
+        after cached ones only for one row. Constants are those of these sizes.
         """
         made = [self._first_small(keeps_ones) for keeps_ones in ((False, True) if self._symbols else ())]
         return [bound for bound in made if bound is not None]
@@ -127,8 +127,8 @@ class Probes:
         - For each symbol a prime, or a multiple of its given size.
         - The given shapes.
 
-        A size may be unchanged by chance, although the model's own shapes do not say so, if many samples become few
-        tokens. Then larger primes are taken if they change more of these sizes.
+        If a model makes few tokens of many samples, a computed size may stay the same by chance, although it is not
+        fixed. Then larger primes are taken if they change more of these sizes.
         """
         other = self._different()
         alike = _count_alike(self.graph, other, self.bound) if other is not self.bound else 0
@@ -148,16 +148,16 @@ class Probes:
 
     @cached_property
     def _caches(self) -> Mapping[str, str]:
-        """As `_same`, for axes after those of the batch and of heads."""
+        """As `_same`, without the axes of the batch and of heads (0 and 1)."""
         return self._same_axes(lambda axis: axis >= 2)
 
     @cached_property
     def _same_rows(self) -> Mapping[str, str]:
-        """As `_same`, without second axes, which are lengths."""
+        """As `_same`, without axis 1, which is usually a length."""
         return self._same_axes(lambda axis: axis != 1)
 
     def _same_axes(self, counts: Callable[[int], bool]) -> dict[str, str]:
-        """Symbols of those inputs' axes that count, each with the first symbol of the same axis and given size."""
+        """The symbols of axes for which `counts` holds, each with the first symbol of the same axis and given size."""
         firsts: dict[tuple[int, int], str] = {}
         same: dict[str, str] = {}
         for value in self.graph.graph.inputs:
@@ -183,9 +183,9 @@ class Probes:
         return None if made is None else self._fixed(made)
 
     def _first_probed(self, ways: Sequence[Way]) -> BoundShapes | None:
-        """Shapes with the first of these sizes that leave no more shapes unknown, and that operators agree on.
+        """Shapes for the first of these sizes that fit, else for the first with which no more shapes are unknown.
 
-        If they agree on none, the first that leave no more unknown. None if all do.
+        None if more are unknown with all of them.
         """
         first = None
         for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(self.graph, one())):
@@ -197,9 +197,9 @@ class Probes:
         return first
 
     def _lengthened(self, way: Way, sizes: Mapping[str, int], probed: BoundShapes) -> BoundShapes:
-        """These shapes, or those of larger sizes if these leave fewer axes with one element by accident.
+        """These shapes, or those of larger sizes with which fewer computed axes have one element by chance.
 
-        Such axes are windows of a length: with a single one, the order of axes does not show. Batches keep their size.
+        Such axes count windows of a length: with one window, the order of axes does not show. Batches keep their size.
         Axes that still have one element, but more with the planned sizes, are the result's `ones`.
         """
         ones = _unnamed_ones(self.graph, probed)
@@ -265,8 +265,8 @@ class Probes:
     def _differs(self, made: BoundShapes) -> bool:
         """Whether each size of inputs and outputs that follows from symbols of inputs differs from the given one.
 
-        A prime may equal a given size by chance, and so may a sum, such as that of a past and a new length. A model may
-        declare a symbol for a size of an output that is wrong.
+        A prime may equal a given size by chance, and so may a sum, such as that of a past and a new length. An output's
+        size that contradicts its symbol is not compared: models declare wrong ones.
         """
         known = _symbols(self.graph, self.bound.shapes)
         for value in (*self.graph.graph.inputs, *self.graph.graph.outputs):
@@ -280,7 +280,7 @@ class Probes:
         return True
 
     def _fixed(self, made: BoundShapes) -> BoundShapes:
-        """The same with only the constants, and entries of constants, that are equal with both sizes."""
+        """The same shapes with only the constants, and entries of constants, that are equal for both sizes."""
         same, mixed = {}, {}
         for name, array in made.constants.items():
             if (other := self.bound.constants.get(name)) is None or other.shape != array.shape:
@@ -339,7 +339,7 @@ class Probes:
 
 
 def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
-    """The axes of computed values that have one element, although the graph does not declare that."""
+    """The axes of computed values that have one element, although inference did not find them to be 1."""
     ones = []
     for value in (value for node in graph.nodes for value in node.outputs):
         own = value.shape if value.shape is not None else ()
@@ -350,9 +350,9 @@ def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
-    """These sizes, and before them larger ones for symbols from which axes of less than two elements follow.
+    """These sizes, and before them larger ones for symbols with which computed axes have less than two elements.
 
-    Axes of one element relate to nothing, and operators that make images smaller refuse empty ones.
+    Axes of one element relate to nothing, and operators that downsample images refuse empty ones.
     """
     sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
     derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
@@ -370,9 +370,9 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
 
 
 def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
-    """The number of sizes of computed values that equal the given ones, although the model's own shapes do not say so.
+    """The number of sizes of computed values that are equal with both shapes, although they are not fixed.
 
-    They do if a size is a number, or a symbol that is one.
+    A size is fixed if it is a number, or a symbol that is one.
     """
     count = 0
     for value in (value for node in graph.nodes for value in node.outputs):
@@ -388,7 +388,7 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
         for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
-            # Some exporters write a number as a symbol: "4" is any length, or the number of heads, if there are 4.
+            # Some exporters write a number as a symbol: "4" is a dynamic length, unless its given size is 4.
             if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
                 symbols[size.value] = number
     return symbols

@@ -1,4 +1,4 @@
-"""All graphs and nodes of a model's file."""
+"""Collects all graphs and nodes of a model's file, as protobufs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 def lift_constants(graph: onnx.GraphProto) -> None:
     """Turn the graph's Constant nodes that hold a tensor into initializers, in place.
 
-    Half of an export's nodes are such Constants. onnx_ir's pass does so for any Constant, but takes longer than all the
-    rest of reading a model.
+    Half of an export's nodes are such Constants. onnx_ir's pass lifts all Constants, but takes longer than the rest of
+    reading a model.
     """
     outputs = {value.name for value in graph.output}
     kept = onnx.GraphProto()

@@ -1,7 +1,7 @@
-"""Moves norms of queries and keys out of GroupQueryAttention.
+"""Moves the norms of queries and keys (QK norm) out of GroupQueryAttention.
 
-onnxruntime-genai's builder passes their weights to the operator, for models such as Qwen3. Only its kernel for GPUs
-takes them, but models are tried on CPUs, and packages may run there.
+onnxruntime-genai's builder passes their weights to the operator, for models such as Qwen3. Only the CUDA kernel
+supports them, but splitc tries models on CPUs, and packages may run there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from splitc.compiler.frontend.external_data import load_settled, saved
 from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
-# The operator's inputs that are the weights for queries and keys.
+# The indices of the operator's inputs for the norms' weights: of queries, and of keys.
 WEIGHTS = (14, 15)
 EPSILON = "qk_norm_epsilon"
 _TAKEN_OUT = "splitc.query_norms"
 
 
 def take_out_norms(model: ir.Model) -> None:
-    """Norm queries and keys before the operator, in place."""
+    """Normalize queries and keys before the operator, in place."""
     editor = Editor(model.graph)
     for node in list(model.graph):
         weights = [node.inputs[place] if place < len(node.inputs) else None for place in WEIGHTS]
@@ -50,7 +50,7 @@ def took_out_norms(model: ir.Model) -> bool:
 
 @contextmanager
 def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
-    """The file of a model that CPUs can run, inside the context, and whether it is the model's own."""
+    """A file of the model that CPUs can run, for the time of the context, and whether it is the model's own file."""
     if not took_out_norms(model):
         yield path, True
         return
@@ -71,7 +71,7 @@ def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> N
 
 
 def _norm(node: ir.Node, place: int, weight: ir.Value | None, by_heads: list[int], editor: Editor) -> None:
-    """Norm each head of one of the operator's inputs [batch, length, heads x size]."""
+    """Normalize each head of one of the operator's inputs [batch, length, heads x size]."""
     name, value = f"{node.outputs[0].name}/norm{place}", node.inputs[place]
     apart = editor.before(node, "Reshape", value, editor.numbers(*by_heads))
     epsilon = node.attributes.get_float(EPSILON, 1e-6)

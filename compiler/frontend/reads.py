@@ -1,4 +1,4 @@
-"""What nodes read: inputs, values that subgraphs capture, sizes of values. Also which nodes draw random numbers."""
+"""What nodes read: inputs, values that subgraphs capture, sizes. And which nodes have subgraphs, or are random."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def holds_graphs(node: ir.Node) -> bool:
-    """Whether a node has subgraphs. One without nodes, which only returns constants, is false as a truth value."""
+    """Whether a node has subgraphs, also such without nodes, which are false as a truth value."""
     return bool(node.attributes) and next(subgraphs(node), None) is not None
 
 
@@ -49,9 +49,9 @@ def is_random(node: ir.Node) -> bool:
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of the main graph that one of its nodes reads, itself or in subgraphs, once each, in order of reading.
+    """The values of the main graph that one of its nodes reads, itself or in subgraphs: once each, in a fixed order.
 
-    onnx_ir's analysis of implicit usage returns sets, but files need a fixed order.
+    onnx_ir's analysis of implicit usage returns sets, whose order would vary in files.
     """
     graphs = list(subgraphs(node)) if node.attributes else []
     if not graphs:
@@ -63,7 +63,7 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def given_sizes(node: ir.Node, sizes: Iterable[T]) -> list[T]:
-    """The sizes of a value that a Shape returns: it may have a `start` and an `end`."""
+    """The sizes, or axes, that a Shape returns of all those of its input, by its `start` and `end`."""
     return list(sizes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
 
 
@@ -77,14 +77,14 @@ def read_sizes(node: ir.Node, shape: Sequence[int]) -> Array:
 def view_of(
     graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], nodes: Sequence[ir.Node]
 ) -> ir.GraphView:
-    """Some of a graph's nodes, in its order, as a graph between these values, with the weights that they read."""
+    """A graph of some of a graph's nodes, with these inputs and outputs, and the weights that the nodes read."""
     read = dict.fromkeys(value for node in nodes for value in node_reads(node))
     return ir.GraphView(
         inputs,
         outputs,
         nodes=nodes,
         initializers=tuple(value for value in read if value.is_initializer()),
-        opset_imports=dict(graph.opset_imports),  # what is written for one device may import others
+        opset_imports=dict(graph.opset_imports),  # a copy, since passes for one device may add imports
         name=graph.name,
         doc_string=graph.doc_string,
         metadata_props=graph.metadata_props,

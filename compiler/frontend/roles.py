@@ -1,6 +1,6 @@
-"""The roles of a model's inputs: indices, positions or masks, from what the graph does with them.
+"""Finds the roles of a model's inputs (indices, positions, masks) by how the graph uses them.
 
-An input's name decides only if the graph does not.
+An input's name is considered only if the graph does not tell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TOKEN_TYPES = 16
 
 
 def find_roles(graph: Graph) -> dict[ir.Value, Role]:
-    """The roles of the inputs that have one."""
+    """The roles of the inputs whose role is known."""
     inputs = list(graph.graph.inputs)
     rows = {value: min(counts) for value in inputs if (counts := _table_rows(value))}
     roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
@@ -35,7 +35,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
 
 
 def planned_roles(graph: Graph, known: Mapping[ir.Value, Role], shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
-    """The inputs' roles with planned shapes: indices into computed values are below their number of rows, too."""
+    """The inputs' roles, with the planned shapes: then the numbers of rows of computed tables are known, too."""
     roles = dict(known)
     for value in graph.graph.inputs:
         role = roles.get(value, Role("indices"))
@@ -60,7 +60,7 @@ def _may_make_angles(node: ir.Node) -> bool:
 
 
 def _uses(value: ir.Value, passes_on: Callable[[ir.Node], bool] = _rearranges) -> Iterator[tuple[ir.Node, int]]:
-    """Each use of a value, and of the results of nodes that pass it on: the node and the input's number."""
+    """The uses of a value, and of the results of nodes that pass it on: the nodes, and the index of their input."""
 
     def passed_on(value: ir.Value) -> Iterator[ir.Value]:
         for node, number in value.uses():
@@ -72,7 +72,7 @@ def _uses(value: ir.Value, passes_on: Callable[[ir.Node], bool] = _rearranges) -
 
 
 def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Each node that looks up rows by a value, with its table."""
+    """The nodes that look up rows by a value, each with its table."""
     for node, number in _uses(value):
         for indices, place in operator_of(node).lookups:
             table = node.inputs[place] if place < len(node.inputs) else None
@@ -85,14 +85,14 @@ def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType(
 
     `shapes` are the planned ones.
     """
-    tables = [*_lookups(value), *_picked(value)]
+    tables = [*_lookups(value), *_row_accesses(value)]
     known = ((node, shapes.get(table.name or "", table.shape)) for node, table in tables)
     sizes = (shape[node.attributes.get_int("axis", 0)] for node, shape in known if shape)
     return [size for size in sizes if isinstance(size, int)]
 
 
-def _picked(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Each node that writes at indices along one axis, or has a list of single indices, with its table."""
+def _row_accesses(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """The nodes that read or write single rows by a value, other than lookups, each with the table of the rows."""
     for node, number in _uses(value):
         if number != 1 or node.inputs[0] is None or node.inputs[1] is None:
             continue
@@ -114,7 +114,7 @@ def _are_positions(value: ir.Value) -> bool:
 
 
 def _is_total(value: ir.Value) -> bool:
-    """Whether a number is that of all tokens, so that positions are what is left of it without some."""
+    """Whether a scalar is a total number of tokens, from which positions are computed by a subtraction."""
     is_number = value.shape is not None and not value.shape
     return is_number and any(node.op_type == "Sub" and number == 0 for node, number in value.uses())
 
@@ -151,7 +151,9 @@ def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]
 
 
 def _above_masks(graph: Graph) -> dict[ir.Value, str]:
-    """The inputs that attention masks are computed from ("mask"), and those added to scores unchanged ("bias")."""
+    """The inputs that attention masks are computed from ("mask"), and those that are added to scores as they are
+    ("bias").
+    """
     masks: dict[ir.Value, None] = {}
     for node in graph.nodes:
         if node.op_type == "Softmax" and node.inputs[0] is not None:
@@ -167,7 +169,7 @@ def _above_masks(graph: Graph) -> dict[ir.Value, str]:
 
     def unchanged(value: ir.Value) -> Sequence[ir.Value]:
         node = value.producer()
-        if node is not None and node.op_type == "Gather":  # picks rows of it, or repeats some
+        if node is not None and node.op_type == "Gather":  # it selects or repeats rows
             return [read for read in node.inputs[:1] if read is not None]
         return above(value) if node is not None and _rearranges(node) else ()
 

@@ -1,7 +1,7 @@
-"""Marks of inputs whose sizes are not those of other values, whatever their symbols.
+"""Marks inputs whose sizes must not be read as sizes of other values, even if the symbols are equal.
 
-Some have room along an axis after their filled part: caches that an engine writes in place. Others may be left out of a
-request. A third mark is for inputs that only exist for a size of others: the runtime feeds them.
+A cache in place may have spare capacity along an axis, behind its filled part. Other inputs may be omitted from a
+request. A third mark is for inputs that exist only to have a size, which the runtime feeds.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ _LEFT_OUT = "splitc.left_out"
 _SAYS_SIZE = "splitc.says_size"
 
 
-def give_room(value: ir.Value, axis: int) -> None:
-    """Mark an input that may be longer along this axis than its filled part."""
+def mark_fused_cache(value: ir.Value, axis: int) -> None:
+    """Mark a cache that may have spare capacity along this axis, since fusion writes it in place."""
     value.meta[_ROOM] = axis
 
 
-def give_capacity(value: ir.Value, axis: int) -> None:
-    """Mark a cache that the model itself writes in place: a sequence may give it room along this axis."""
+def mark_model_cache(value: ir.Value, axis: int) -> None:
+    """Mark a cache that may have spare capacity along this axis, since the model itself writes it in place."""
     value.meta[_CAPACITY] = axis
 
 
-def may_be_left_out(value: ir.Value) -> None:
-    """Mark an input that requests may leave out."""
+def mark_omittable(value: ir.Value) -> None:
+    """Mark an input that requests may omit."""
     value.meta[_LEFT_OUT] = True
 
 
-def says_nothing(value: ir.Value, axis: int) -> bool:
+def has_own_size(value: ir.Value, axis: int) -> bool:
     """Whether a size of an input must not be taken for the size of other values."""
     return _LEFT_OUT in value.meta or axis in (value.meta.get(_ROOM), value.meta.get(_CAPACITY))
 
 
-def may_have_room(value: ir.Value) -> bool:
-    """Whether an input may be longer than its filled part."""
+def is_fused_cache(value: ir.Value) -> bool:
+    """Whether an input is a cache that fusion writes in place (`mark_fused_cache`)."""
     return _ROOM in value.meta
 
 
-def is_to_say_a_size(value: ir.Value) -> None:
-    """Mark an input that exists only for a size that others have."""
+def mark_for_its_size(value: ir.Value) -> None:
+    """Mark an input that exists only for its size."""
     value.meta[_SAYS_SIZE] = True
 
 
-def says_a_size(value: ir.Value) -> bool:
-    """Whether an input exists only for a size that others have."""
+def exists_for_its_size(value: ir.Value) -> bool:
+    """Whether an input exists only for its size."""
     return _SAYS_SIZE in value.meta

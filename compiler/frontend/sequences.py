@@ -1,6 +1,6 @@
-"""Sequences whose parts are known become these parts: nothing else cuts a sequence, or knows the sizes in it.
+"""Replaces ONNX sequences by their parts, where these are known: sequences can't be sharded, nor their sizes inferred.
 
-torch's newer exporter writes them for what is split, chunked or unbound, if it does not optimize.
+torch's newer exporter writes sequences for split, chunk and unbind, if it does not optimize.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import unused_name
 
-# From this opset on, Split takes sizes that are computed, as SplitToSequence does.
+# The first opset whose Split takes its sizes as an input, as SplitToSequence does.
 OPSET = 13
 # Behind the last value of any sequence.
 END = 1 << 62
@@ -24,10 +24,10 @@ Names = set[str | None]
 Shapes = Mapping[str | None, ir.Shape]
 
 
-def part_sequences(model: ir.Model) -> None:
-    """Replace what picks or joins parts of a sequence by what reads the parts themselves, in place.
+def replace_sequences(model: ir.Model) -> None:
+    """Replace SequenceAt and ConcatFromSequence by nodes that read the parts themselves, in place.
 
-    What made the sequence stays, unread where all its readers were replaced.
+    The node that makes a sequence stays, even without readers.
     """
     readers = [
         node
@@ -43,7 +43,7 @@ def part_sequences(model: ir.Model) -> None:
         assert sequence is not None  # both operators need it
         if sequence not in parts:
             parts[sequence] = _parts_of(sequence, editor, shapes, names)
-        make = _picked if node.op_type == "SequenceAt" else _joined
+        make = _selected if node.op_type == "SequenceAt" else _joined
         new = make(node, parts[sequence], names)
         if new is not None:
             new.type = new.type or old.type
@@ -52,7 +52,7 @@ def part_sequences(model: ir.Model) -> None:
 
 
 def _shapes(model: ir.Model) -> Shapes:
-    """The shapes of values by name, as far as they are known before those of inputs are."""
+    """The shapes of values by name, as far as they are known without those of dynamic inputs."""
     if model.opset_imports.get("", 0) < OPSET:
         return {}
     graph = inferred_by_onnx(model.clone()).graph
@@ -92,7 +92,7 @@ def _listed(sequence: ir.Value | None) -> list[ir.Value] | None:
 
 
 def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
-    """The lengths of equal parts, of which the last one may be shorter; none if they are not known."""
+    """The lengths of parts of equal length, of which the last one may be shorter; none if they are not known."""
     data, step = split.inputs[0], constant_numbers(size)
     shape = None if data is None else shapes.get(data.name)
     whole = None if shape is None else shape[split.attributes.get_int("axis", 0)]
@@ -102,8 +102,8 @@ def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
     return [min(length, whole - begin) for begin in range(0, whole, length)]
 
 
-def _picked(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
-    """The part that a SequenceAt picks, if that is known."""
+def _selected(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
+    """The part that a SequenceAt selects; None if it is not known."""
     split, place = made_by(node.inputs[0], "SplitToSequence"), node.inputs[1]
     if split is not None and len(split.inputs) == 1 and not split.attributes.get_int("keepdims", 1):
         axis = split.attributes.get_int("axis", 0)
@@ -113,7 +113,7 @@ def _picked(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value 
 
 
 def _joined(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
-    """What a ConcatFromSequence makes of known parts, unless it stacks them along a new axis."""
+    """A Concat of the known parts in place of a ConcatFromSequence; None if that stacks them along a new axis."""
     if not parts or node.attributes.get_int("new_axis", 0) == 1:
         return None
     return _after(node, "Concat", parts, 1, names)[0]
@@ -127,7 +127,7 @@ def _after(
     names: Names,
     axis: int | None = None,
 ) -> Sequence[ir.Value]:
-    """The results of a new node behind one, along its own axis or another one."""
+    """The results of a new node that is inserted after `node`, with the attribute `axis`, or that of `node`."""
     number = node.attributes.get_int("axis", 0) if axis is None else axis
     new = ir.node(operator, inputs, {"axis": number}, num_outputs=count, name=node.name)
     assert node.graph is not None

@@ -1,4 +1,4 @@
-"""Shapes of a graph's values: symbolic ones for the files that are written, bound ones for costs."""
+"""Shapes of a graph's values: symbolic ones for the engines' files, bound ones (in numbers) for costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from splitc.runtime.arrays.array import Array
 # The characters of the longest dimension that is parsed as an expression (by sympy, which onnx_ir depends on).
 # A choice, against models that are damaged or made to harm. With 40 the plans of 11 models are the same.
 LONGEST = 200
-# The symbols that onnx-shape-inference makes up for sizes that it does not know.
+# Symbols that onnx-shape-inference generates for unknown sizes.
 MADE_UP = re.compile(r"_d\d+")
 
 
@@ -32,12 +32,12 @@ MADE_UP = re.compile(r"_d\d+")
 class BoundShapes:
     """Bound shapes of values, by name.
 
-    - `shapes`: sizes that depend on data (NonZero) count as 1.
+    - `shapes`: the shapes. Sizes that depend on contents (NonZero) count as 1.
     - `uncertain`: the values with such sizes. `unknown`: their axes with such sizes.
     - `constants`: the results of shape arithmetic with these shapes.
-    - `observed`: operators without a shape rule, which ONNX Runtime ran on made-up inputs.
-    - `mixed`: results of shape arithmetic of which some entries are known for any sizes, with None for the others.
-    - `ones`: the axes of a value that have one element with these sizes, and more with others.
+    - `observed`: operators without a shape rule, which ONNX Runtime ran on generated inputs.
+    - `mixed`: results of shape arithmetic of which only some entries are the same for all sizes: None for the others.
+    - `ones`: the axes of a value that have one element with these sizes, but more with others.
     """
 
     shapes: Mapping[str, Shape]
@@ -81,24 +81,23 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
 
 
 def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
-    """A shape's sizes, as numbers or as names; None unless all are known."""
+    """A shape's sizes, as numbers or symbols; None unless all are known."""
     sizes = None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
     return None if sizes is None or None in sizes else sizes  # type: ignore[return-value]
 
 
 def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:
-    """The symbols in a size. A number has none, nor an expression that can't be read: inference writes some."""
+    """The symbols in a size; none for a number, and for an expression of shape inference that can't be parsed."""
     if isinstance(size, int) or not _is_readable(size):
         return frozenset()
     return frozenset(map(str, size.free_symbols()))
 
 
 def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
-    """Infer every value's symbolic shape and type from the inputs, in place.
+    """Infer the symbolic shape and type of every value from the inputs, in place. See `infer_shapes_and_types`.
 
     The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
-    which later passes allow for; only outputs then keep the file's shape, as they do if no size of theirs is known. See
-    `infer_shapes_and_types`.
+    which later passes allow for. Only outputs without any inferred size keep the file's shape.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
@@ -114,20 +113,20 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
 
 
 def _is_made_up(size: int | ir.SymbolicDim) -> bool:
-    """Whether inference gave a size a symbol because it knows nothing of it."""
+    """Whether a size is unknown: it has no symbol, or one that inference generated."""
     return isinstance(size, ir.SymbolicDim) and (size.value is None or MADE_UP.fullmatch(size.value) is not None)
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
-    """The value of an expression with these symbols; None if it has other ones."""
+    """The value of an expression, with numbers for its symbols; None if it has other symbols."""
     result = size.evaluate(bindings)
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
 
 def reconcile(model: ir.Model, bound: BoundShapes) -> None:
-    """Drop symbolic sizes that contradict the bound shapes, in place, since inference is not always right.
+    """Drop symbolic sizes that contradict the bound shapes, in place: inference is not always right.
 
-    Engines rely on these sizes, and so do stages that read a size from another value.
+    Engines rely on symbolic sizes, as do stages that read a size off another value.
     """
     bindings: dict[str, int] = {}
     for value in model.graph.inputs:
@@ -161,10 +160,10 @@ def bind_shapes(
     known: Mapping[str, Array | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> BoundShapes:
-    """The shape of every value of the main graph, with the inputs' shapes bound to `inputs`.
+    """The shape of every value of the main graph, for inputs of these shapes.
 
-    `known` are the values of inputs that are lists of sizes. With `defaults`, the values of optional inputs are used
-    too: good enough for costs, but a request may override them.
+    `known` are the contents of inputs that are lists of sizes. With `defaults`, those of optional inputs are used too:
+    that suffices for costs, but requests may override them.
     """
     with bound_model(model, inputs, known, defaults) as (_, bound):
         return bound
@@ -177,16 +176,16 @@ def bound_model(
     known: Mapping[str, Array | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> Iterator[tuple[ir.Model, BoundShapes]]:
-    """As `bind_shapes`, with a model whose values have these shapes, and the results of shape arithmetic."""
+    """As `bind_shapes`; also yields a model whose values have these shapes, and the results of shape arithmetic."""
     with _scratch(model) as bound:
         yield bound, _bind(bound, inputs, known, defaults)
 
 
 @contextmanager
 def _scratch(model: ir.Model) -> Iterator[ir.Model]:
-    """The model itself, whose values are restored afterwards; or a copy if it has control flow.
+    """A model to bind shapes in: the model itself, whose values are restored afterwards.
 
-    With known sizes, the branches that are taken replace their If.
+    If it has subgraphs, a copy: an If is replaced by the branch that is taken.
     """
     if has_subgraphs(model.graph):
         yield model.clone()

@@ -1,7 +1,7 @@
-"""States that are the last token's own values, which the next token is mixed with (RWKV's token shift).
+"""Finds states of token shift (RWKV): the last token's values, which are mixed with those of the next token.
 
-Such an output does not depend on the input that takes it. But the input is read only where that same value is read too:
-in a weighted sum of the two, or to stand before the other tokens.
+Such an output does not depend on the input that takes it in the next request. But the input is read only where the
+output's value is read too: in a weighted sum of both, or in a Concat before the other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find_shifted(
     inputs: Sequence[ir.Value],
     is_alike: Callable[[ir.Value, ir.Value], bool],
 ) -> dict[ir.Value, ir.Value]:
-    """Which of the inputs take which of the outputs in the next run."""
+    """Pairs of such states: the inputs, by the outputs that they take in the next request."""
     readers = {value: set(_readers(graph, [value])) for value in inputs}
     pairs: dict[ir.Value, ir.Value] = {}
     for output in outputs:
@@ -37,14 +37,14 @@ def find_shifted(
 
 
 def _data(value: ir.Value) -> Sequence[ir.Value]:
-    """What a value is a part of, or another form of."""
+    """The value that a value is a part of, or a rearrangement of."""
     node = value.producer()
     passes = node is not None and (node.op_type == "Gather" or operator_of(node).rearranges)
     return [read for read in node.inputs[:1] if read is not None] if passes and node is not None else []
 
 
 def _readers(graph: Graph, values: Iterable[ir.Value]) -> Iterator[ir.Node]:
-    """The nodes that mix these values, maybe in another form or times weights; and all others that read them."""
+    """The nodes that read these values, also through nodes that rearrange them or multiply them by weights."""
 
     def passed_on(value: ir.Value) -> Iterator[ir.Value]:
         for node in {use.node for use in value.uses()}:

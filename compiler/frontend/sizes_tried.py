@@ -1,4 +1,4 @@
-"""Tries a model on made-up inputs: whole in ONNX Runtime, or node by node."""
+"""Tries a model on generated inputs in ONNX Runtime: whole, or node by node."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from splitc.runtime.units import format_shape
 # The most bytes of a model's weights and of a node's inputs that are tried, and the most seconds of a run. A choice: a
 # plan should come in seconds. Larger models are planned untried.
 LARGEST, LARGEST_NODE, LONGEST = 256 << 20, 32 << 20, 10.0
-# The most elements of an input that is made up: up to 128 MiB. A choice: a model with a larger input is not tried, and
-# not compared.
+# The most elements of a generated input: up to 128 MiB. A choice: a model with a larger input is neither tried nor
+# compared.
 MOST_ELEMENTS = 1 << 24
 
 
 class Trial:
-    """The unsplit model, run on made-up inputs of any sizes."""
+    """Runs the unsplit model on generated inputs of any sizes."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -82,7 +82,7 @@ class Trial:
 
 
 def can_be_made_up(graph: Graph, shapes: Mapping[str, Shape]) -> bool:
-    """Whether all inputs can be made up as numpy arrays, of at most MOST_ELEMENTS each."""
+    """Whether all inputs can be generated as numpy arrays, of at most MOST_ELEMENTS each."""
     return all(map(_is_plain, graph.graph.inputs)) and all(
         np.prod(shape, dtype=float) <= MOST_ELEMENTS for shape in shapes.values()
     )
@@ -107,8 +107,8 @@ def first_refused(
     """The first node that ONNX Runtime does not run alone on inputs of the bound shapes, and why. None if it runs all.
 
     `model` has the results of shape arithmetic. Forms in `accepted` are not tried again; new ones are added. Shape
-    arithmetic, control flow, and nodes whose sizes depend on data are left out. So are large ones if `leave_large`;
-    otherwise they count as refused.
+    arithmetic, control flow, and nodes whose sizes depend on contents are skipped. So are nodes with large inputs if
+    `leave_large`; otherwise they count as refused.
     """
     for node in model.graph:
         inputs = [value for value in node.inputs if value is not None]
@@ -131,7 +131,7 @@ def first_refused(
 
 
 def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why ONNX Runtime ends the process when it runs a node on inputs of these shapes; None if it does not."""
+    """Why ONNX Runtime crashes the process when it runs a node on inputs of these shapes; None if it does not."""
     operator = operator_of(node)
     first = node.inputs[0] if operator.crashes_empty else None
     if first is not None and 0 in [shape_of(first, shapes)[axis] for axis in operator.crashes_empty]:
@@ -142,7 +142,7 @@ def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
-    """Whether all that decides if a node runs is known, and it is no shape arithmetic, which has been folded."""
+    """Whether a node can be run alone: its inputs can be generated, have known sizes, and are no lists of sizes."""
     values = [*inputs, *(value for value in node.outputs if value.name)]
     if holds_graphs(node) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
         return False
@@ -152,10 +152,10 @@ def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes)
 def first_stretched(
     model: ir.Model, bound: BoundShapes, declared: Mapping[str, ir.Shape]
 ) -> tuple[ir.Node, str] | None:
-    """The first node that broadcasts one row of a dynamic axis to the rows of a weight, and why that is wrong.
+    """The first addition that broadcasts a dynamic axis of one row to the rows of a weight, and why that is wrong.
 
-    ONNX Runtime runs it, but a table of positions has as many rows as the value that it is added to. `declared` are
-    shapes with symbols.
+    ONNX Runtime runs it, but a table of positions should have as many rows as the value that it is added to.
+    `declared` are the symbolic shapes.
     """
     for node in model.graph:
         if not operator_of(node).is_addition:
@@ -173,16 +173,16 @@ def first_stretched(
 
 
 def first_emptied(model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
-    """The first node whose window is larger than its input, so that its output should be empty.
+    """The first node whose window is larger than its input, so that its output should be empty, and the reason.
 
-    ONNX Runtime rounds a pool's output size up to 1 then.
+    ONNX Runtime runs such a pool: it rounds the output size up to 1.
     """
     emptied = ((node, _emptied(node, bound.shapes)) for node in model.graph)
     return next(((node, why) for node, why in emptied if why is not None), None)
 
 
 def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why a node's output is empty although its input is not; None if it is not so."""
+    """Why a node's output is empty although its input is not; None if the output is not empty."""
     if "kernel_shape" not in node.attributes or node.inputs[0] is None:
         return None
     read, made = shape_of(node.inputs[0], shapes), shape_of(node.outputs[0], shapes)
@@ -190,14 +190,14 @@ def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why a node is refused with both ones and zeros: ones may be invalid as indices, zeros as divisors."""
+    """Why a node is refused with both ones (invalid as indices) and zeros (invalid as divisors); None if it is not."""
     bound = [None if value is None else shape_of(value, shapes) for value in node.inputs]
     made = [shape_of(value, shapes) if value.name else None for value in node.outputs]
     return refusal(node, bound, (np.ones, np.zeros), made)
 
 
 def _may_be_sizes(value: ir.Value, shapes: Mapping[str, Shape]) -> bool:
-    """Whether an unknown value may be a list of sizes or offsets, which decide what a node accepts."""
+    """Whether a computed value may be a list of sizes or offsets, so that generated contents may be invalid."""
     is_known = value.const_value is not None or value.is_graph_input()
     return not is_known and value.dtype == ir.DataType.INT64 and len(shape_of(value, shapes)) <= 1
 

@@ -1,6 +1,6 @@
-"""Slots for adapters: two optional inputs at a layer, whose product is added to the layer's result.
+"""Slots for adapters (LoRA): two optional inputs A and B of a layer. The layer's input x A x B is added to its result.
 
-Engines are made twice, with and without their slots, so that unused slots cost nothing.
+Engines are built twice, with and without slots, so that unused slots cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANK = "lora_rank"
 USUAL_RANK = 16
 # The largest rank. A choice: it exceeds the sides of most matrices, so A and B would be larger than the matrix.
 MOST_RANK = 1 << 16
-# The attributes of a convolution's windows. A's convolution has the layer's; B's is 1 x 1 over its result.
+# The attributes of a convolution's window. A's convolution has those of the layer; B's is 1 x 1 over A's result.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
 # Products of dynamically quantized inputs.
 _INTEGER = ("MatMulInteger", "ConvInteger")
@@ -51,14 +51,14 @@ def planned_rank(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class Grafted:
-    """The slots of layers, and why other layers have none, by their weights' names."""
+    """The slots of layers. `without`: why other layers have none, by their weights' names."""
 
     slots: tuple[Slot, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
 
 
 def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
-    """The graph with a slot at each linear layer with a name, in place. Memory is planned for adapters of this rank."""
+    """Add a slot to each linear layer that has a name, in place. Memory is planned for adapters of this rank."""
     slots: list[Slot] = []
     optional, without = list(graph.optional), dict[str, str]()
     for layer in find_linear_layers(graph):
@@ -86,7 +86,7 @@ def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tu
 
 
 def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir.TensorProtocol:
-    """A slot's A or B of the rank that memory is planned for."""
+    """The default of a slot's A or B: zeros, of the rank that memory is planned for."""
     sizes = [size if isinstance(size, int) else rank for size in shape]
     return ir.Tensor(np.zeros(sizes, dtype.numpy()), dtype, name=name)
 
@@ -208,9 +208,9 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
 
 
 def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
-    """Turn the slots' `inputs` in a rank's graph into inputs without defaults, in place: all of them have to be fed.
+    """Make the slots' `inputs` in a rank's graph inputs without defaults, in place: all of them have to be fed.
 
-    ONNX Runtime binds no values in place of initializers, and plans memory by the initializers' sizes.
+    ONNX Runtime can't bind values in place of initializers, and plans memory by the initializers' sizes.
     """
     for value in optional_inputs(graph):
         source = source_of(value)
@@ -221,9 +221,9 @@ def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A node that multiplies by a layer's weight, the layer's input `data`, and the producer `last` of its result.
+    """A node that multiplies by a layer's weight, with the layer's input `data`, and the producer `last` of its result.
 
-    These are the node's own input and the node itself, unless the input is quantized dynamically.
+    `data` is the node's own input and `last` the node itself, unless the input is quantized dynamically.
     """
 
     node: ir.Node

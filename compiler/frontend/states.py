@@ -1,4 +1,4 @@
-"""Finds states: inputs that take an output of the previous run (a cache's past and present)."""
+"""Finds states: inputs that take an output of the previous request, such as a cache's past and present."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import subgraphs
-from splitc.compiler.frontend.room import give_capacity
+from splitc.compiler.frontend.room import mark_model_cache
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
@@ -50,20 +50,23 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 
 
 def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
-    """The states of a graph that was rewritten, which may write other states in place than before.
+    """The states of a graph that was rewritten, with `in_place` determined anew.
 
-    The lengths of those that are written in place are not taken for the lengths of other values.
+    Growing states in place are marked (`mark_model_cache`): their lengths are not read as lengths of other values.
     """
     ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     in_place = _find_in_place({ends[state.output]: ends[state.input] for state in states})
     for state in states:
         if state.grows is not None and ends[state.output] in in_place:
-            give_capacity(ends[state.input], state.grows)
+            mark_model_cache(ends[state.input], state.grows)
     return [replace(state, in_place=ends[state.output] in in_place) for state in states]
 
 
 def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
-    """The inputs, by the outputs that replace them. Raises MisuseError for unknown names, and for pairs that differ."""
+    """The inputs of the states that the user asks for, by their outputs.
+
+    Raises MisuseError for unknown names, and for pairs of different types or shapes.
+    """
     inputs = {value.name or "": value for value in graph.graph.inputs}
     outputs = {value.name or "": value for value in graph.graph.outputs}
     pairs: dict[ir.Value, ir.Value] = {}
@@ -97,13 +100,13 @@ def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
 
 
 def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
-    """Inputs, by the outputs that replace them.
+    """The inputs of detected states, by their outputs.
 
-    An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
-    taken it. Of several at the same distance, inputs and outputs are paired in order. One that parts are written
-    to is a past however many layers write them.
+    An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer output has
+    taken it. At equal distance, inputs and outputs are paired in order. An input that nodes only write parts of is a
+    past at any distance.
 
-    Likeness is not enough. An output that contains the input's product with a weight is a layer's result (with or
+    Equal shapes are not enough. An output that contains the input's product with a weight is a layer's result (with or
     without a residual), unless it is longer. And a model has an input and an output besides its states.
     """
     distances = sorted(
@@ -116,7 +119,7 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
             pairs[output] = value
-    if pairs:  # a value is likely a state that is mixed with an output, if the model has others
+    if pairs:  # token shift is only looked for in a model that has other states
         taken, ends = {*pairs, *pairs.values()}, (graph.graph.inputs, graph.graph.outputs)
         inputs, outputs = ([value for value in values if value not in taken] for values in ends)
         pairs |= find_shifted(graph, outputs, inputs, _is_same)
@@ -128,7 +131,7 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
 
 
 def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
-    """Inputs, by the outputs that they become when parts of them are overwritten, one after the other."""
+    """The inputs of states that are made by scatters alone, which overwrite parts of the input, by their outputs."""
 
     def written(value: ir.Value) -> Sequence[ir.Value]:
         node = value.producer()
@@ -152,7 +155,7 @@ def _passed_on(output: ir.Value) -> ir.Value | None:
 
 
 def _is_same(past: ir.Value, present: ir.Value) -> bool:
-    """Whether type and sizes are the same, and all but the first are fixed: there is none for tokens."""
+    """Whether type and sizes are the same, and only the first is dynamic: there is no axis of tokens."""
     fixed = past.shape is not None and all(isinstance(size, int) for size in past.shape[1:])
     return fixed and _is_alike(past, present) and past.shape == present.shape
 
@@ -172,15 +175,15 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 
 
 def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
-    """Whether a symbol of a past is another one, or a number, in its present. A symbol may be named by its number."""
+    """Whether a dynamic size of a past is another size in its present. "4" and 4 are the same size."""
     return isinstance(before, ir.SymbolicDim) and before != after and before.value != str(after)
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes on
-    to the values in its branches that this output comes from, and from an operator with states to the state alone.
+    The search ends at products: a past is concatenated, written to, or updated elementwise. From an If it goes on to
+    what its branches compute this output from, and from an operator with states to the state alone.
     """
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
@@ -225,17 +228,17 @@ def _is_product(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _find_in_place(pairs: Mapping[ir.Value, ir.Value]) -> set[ir.Value]:
-    """The outputs that are written in place of the inputs that they replace: of one operator all, or none."""
+    """The outputs of states that are written in place: of the states of one operator, all or none."""
     written = {present for present, past in pairs.items() if _is_in_place(past, present)}
     apart = {present.producer() for present in pairs.keys() - written}
     return {present for present in written if present.producer() not in apart}
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
-    """Whether an in-place operator can compute the present from the past.
+    """Whether an operator computes the present from the past, and can write it in place.
 
-    Other readers of the past must serve that operator alone, which then writes after they have read. None may read the
-    length of a cache that grows: in place it has room for tokens to come.
+    Nodes that also read the past must lead to that operator alone, so that it writes after they have read. None may
+    read the length of a cache that grows: in place, that is the capacity.
     """
     maker = present.producer()
     if maker is None or not operator_of(maker).writes_in_place:
@@ -276,7 +279,7 @@ def growing_symbols(graph: Graph, states: list[State]) -> frozenset[str]:
 
 
 def settle_state_sizes(graph: Graph) -> None:
-    """Set these sizes on the model's inputs and outputs that are states, in place (`Operator.state_sizes`)."""
+    """Set the sizes that operators know of their states (`Operator.state_sizes`) on inputs and outputs, in place."""
     for node in graph.nodes:
         operator = operator_of(node)
         if operator.state_sizes is None:

@@ -1,7 +1,6 @@
-"""Weights whose rows, or other slices, are all equal: biases of zeros, one grid of points for each input of a layer.
+"""Uniform weights: all their rows, or slices along another axis, are equal, as in biases of zeros.
 
-Exporters merge those of one shape, for any purpose. So one reader says nothing about the other readers: each use may be
-cut differently.
+Exporters merge uniform weights of one shape, whatever they are for. So each reader may need another shard of them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.runtime.arrays.array import Array
 
-# Larger weights are not read to check this. A choice: today's exporters merge up to a thousand elements, and the zero
-# points of a 4-bit matrix take as much.
+# Larger weights are not read, and count as not uniform. A choice: today's exporters merge weights of up to a thousand
+# elements, and the zero points of a 4-bit matrix are of this size.
 MOST_BYTES = 1 << 20
 
 
@@ -38,27 +37,27 @@ def _repeats(elements: Array, axis: int) -> bool:
     return bool((first == second).all()) and bool((elements == first).all())
 
 
-def part_picks(graph: ir.Graph) -> None:
+def copy_selections(graph: ir.Graph) -> None:
     """Give each reader of a part of a uniform weight its own copy of the node that selects the part, in place.
 
-    Exporters merge such nodes too. ONNX Runtime merges those again that stay alike.
+    Exporters merge such nodes too. Copies that are sharded alike are merged again by ONNX Runtime.
     """
-    picks: dict[ir.Value, ir.Node] = {}
-    for node in (node for node in graph if _picks(node)):
+    selections: dict[ir.Value, ir.Node] = {}
+    for node in (node for node in graph if _selects(node)):
         source = node.inputs[0]
-        if source is not None and (source in picks or (source.is_initializer() and is_uniform(source))):
-            picks[node.outputs[0]] = node
-    names = {value.name for node in graph for value in node.outputs} if picks else set()
-    for value, node in reversed(picks.items()):
+        if source is not None and (source in selections or (source.is_initializer() and is_uniform(source))):
+            selections[node.outputs[0]] = node
+    names = {value.name for node in graph for value in node.outputs} if selections else set()
+    for value, node in reversed(selections.items()):
         for reader, number in list(value.uses())[not value.is_graph_output() :]:
             reader.replace_input_with(number, _twin(graph, node, names))
 
 
-def _picks(node: ir.Node) -> bool:
-    """Whether a node's output consists of elements of its first input only."""
+def _selects(node: ir.Node) -> bool:
+    """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
-    picks = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
-    return picks and len(node.outputs) == 1
+    selects = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
+    return selects and len(node.outputs) == 1
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Removes unread nodes and values. Values that only a removed node's subgraphs read count as unread."""
+"""Removes unread nodes, weights and inputs. What only subgraphs of removed nodes read counts as unread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def remove_unused(graph: ir.Graph) -> None:
 
 
 def remove_unused_inputs(graph: ir.Graph, among: Collection[ir.Value] | None = None) -> list[ir.Value]:
-    """Remove the graph's unread inputs, in place, or those of them that are `among` some. Returns the removed ones."""
+    """Remove the graph's unread inputs, or those `among` some values, in place. Returns the removed ones."""
     candidates = graph.inputs if among is None else among
     unused = [v for v in candidates if v.is_graph_input() and not v.uses() and not v.is_graph_output()]
     for value in unused:

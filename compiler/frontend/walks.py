@@ -1,4 +1,4 @@
-"""Walks over a graph: everything that can be reached from some nodes or values."""
+"""Breadth-first searches over a graph, from nodes or values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[list[T]]:
-    """The starts, then everything one `step` away from them, then two: breadth first, each item once."""
+    """The starts, then all items one `step` away, then those two steps away, and so on; each item once."""
     level = list(dict.fromkeys(starts))
     seen = set(level)
     while level:
@@ -23,7 +23,7 @@ def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[li
 
 
 def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """The starts and everything that `step` leads to from them, once each, nearest first."""
+    """The starts and all items that `step` leads to from them, each once, nearest first."""
     return chain.from_iterable(levels(starts, step))
 
 

@@ -1,1 +1,1 @@
-"""Replaces decomposed patterns (attention, norms, rotary embedding) by operators that engines have kernels for."""
+"""Replaces decomposed subgraphs (attention, norms, rotary embeddings) by operators that engines have kernels for."""

@@ -1,8 +1,8 @@
-"""Replaces assignments to slices by one Concat of the slices.
+"""Replaces assignments to slices of a tensor by one Concat of the slices.
 
-PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`, or `pairs[..., 0::2] = a`. Exporters write each
-assignment as a ScatterND: with the axis transposed to the front and an index for each of its rows, or with the indices
-of every element. Either copies the whole tensor for each slice, and can't be sharded.
+PyTorch code assigns to slices of an empty tensor: `keys[..., :n] = a`, or `pairs[..., 0::2] = a`. Exporters write each
+assignment as a ScatterND: of rows, with the axis transposed to the front, or of single elements, each with its index.
+Either copies the whole tensor for each slice, and can't be sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -27,10 +27,7 @@ OPERATOR = "Concat"
 
 @dataclass(frozen=True)
 class Slice:
-    """One assignment: `node` writes `rows` to the places from `start` to before `end` of an axis of `data`.
-
-    It is every `step`th of these places.
-    """
+    """One assignment, `data[start:end:step] = rows` along an `axis`, by a ScatterND."""
 
     node: ir.Node
     data: ir.Value
@@ -43,7 +40,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The assignments that build one value, in order. Each one's data are the result of the one before."""
+    """The assignments that build one value, in order. Each one changes the result of the one before.
+
+    `axes` are those of the value.
+    """
 
     slices: tuple[Slice, ...]
     axes: tuple[Axis, ...]
@@ -54,26 +54,26 @@ class Assembled:
         return self.slices[-1].node.outputs[0]
 
     def owners(self) -> list[int]:
-        """For each place of the axis, the number of the slice that it belongs to; -1 if no slice writes it."""
+        """For each index of the axis, the number of the last slice that writes there; -1 if none does."""
         owners = [-1] * (self.axes[self.slices[0].axis].fixed or 0)
         for number, one in enumerate(self.slices):
             owners[one.start : one.end : one.step] = [number] * len(range(one.start, one.end, one.step))
         return owners
 
     def alternating(self) -> list[int]:
-        """The numbers of the slices whose places take turns, in order; empty if none do."""
+        """The numbers of slices that are interleaved, in order, as of `[0::2]` and `[1::2]`; empty for others."""
         owners, step = self.owners(), self.slices[-1].step
         turn = owners[:step]
         fits = step > 1 and len(set(turn)) == step and owners == turn * (len(owners) // step)
         return turn if fits and -1 not in turn and all(one.step == step for one in self.slices) else []
 
     def base(self) -> Operand:
-        """What the first assignment writes to, before transposes."""
-        return seen_through(whole(self.slices[0].data, len(self.axes)), scaled=False)
+        """What the first assignment writes to, traced back through transposes."""
+        return traced_back(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
-    """The assignments that a node completes; None if it is no assignment, or not the last one."""
+    """The assignments of which a node is the last; None if it is no assignment, or not the last one."""
     last = _find_slice(node, sizes, tables)
     if last is None or _is_written_to(node, last.axis, sizes, tables):
         return None
@@ -85,10 +85,10 @@ def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | N
 
 
 def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.Node:
-    """Replace the assignments by a Concat, in place, along the axis where it is without their transposes.
+    """Replace the assignments by a Concat, in place, without their transposes. Returns the Concat.
 
-    Places that are not assigned are those of what was there before. Returns the Concat. Raises NotFusedError if that is
-    written to without a transpose: then a copy may be as fast.
+    Indices that no slice writes are filled from the tensor that the first assignment changes. Raises NotFusedError if
+    that tensor is copied without a transpose anyway, and for slices with steps that do not interleave.
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
     turns, base = assembled.alternating(), assembled.base()
@@ -97,17 +97,17 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     if -1 in owners and (is_state or has_steps):
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
-        raise NotFusedError("its slices have steps, and do not take turns")
-    turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
-    order = turned[-1].axes
+        raise NotFusedError("its slices have steps, and do not interleave")
+    sources = [traced_back(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer.of(output, (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
-    parts_of = dict(enumerate(turned)) | {-1: base}
-    rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
+    parts_of = dict(enumerate(sources)) | {-1: base}
+    rows = {n: work.transpose(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
     if turns:
         made = joined = _taking_turns([rows[number] for number in turns], place, work)
-        made = work.viewed(joined, natural, "joined")
+        made = work.reshape(joined, natural, "joined")
     else:
         starts = {-1: 0, **{number: one.start for number, one in enumerate(assembled.slices)}}
         runs = [(number, start - starts[number], end - starts[number]) for number, (start, end) in _runs(owners)]
@@ -118,16 +118,16 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
 
 
 def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value:
-    """Values whose elements take turns along an axis, with an axis of its own for these behind it."""
+    """Values interleaved along an axis, as [..., axis, number of values, ...]."""
     axes = work.axes(rows[0])
     thin = [*axes[: axis + 1], fixed_axis(1), *axes[axis + 1 :]]
-    parts = [work.viewed(value, thin, f"turn{number}") for number, value in enumerate(rows)]
+    parts = [work.reshape(value, thin, f"turn{number}") for number, value in enumerate(rows)]
     full = [*axes[: axis + 1], fixed_axis(len(rows)), *axes[axis + 1 :]]
     return work.add("turns", OPERATOR, parts, parts[0], full, axis=axis + 1)
 
 
 def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
-    """The assignment that a ScatterND makes; None for other operators, and for places that are no slice."""
+    """The assignment that a ScatterND makes; None for other operators, and for indices that are no slice."""
     if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
@@ -153,7 +153,7 @@ def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
 
 
 def _range(places: Sequence[int], count: int) -> range | None:
-    """The `count` places as a range; None if they are none, or not so many."""
+    """The `count` indices as a range; None if they are irregular, or another number."""
     step = places[1] - places[0] if count > 1 and len(places) > 1 else 1
     if not count or places[0] < 0 or step < 1:
         return None
@@ -162,9 +162,9 @@ def _range(places: Sequence[int], count: int) -> range | None:
 
 
 def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:
-    """The places along one axis that indices [..., axes] address; None if they vary along several axes.
+    """The indices along axis `number` in the `indices` [..., axes] of a ScatterND; None if they vary along other axes.
 
-    Indices of every element are concatenated from the places along each axis, expanded along the others.
+    Exporters make indices of single elements by a Concat of the indices along each axis, expanded along the others.
     """
     listed, value = sizes.of(indices), indices
     assert listed is not None
@@ -187,7 +187,7 @@ def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> lis
 
 
 def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
-    """The value before an Expand to all elements and an Unsqueeze."""
+    """The value before an Unsqueeze and an Expand."""
     source = value_before(value, *VIEWS)
     if source is not None and sizes.of(value) == (*(sizes.of(source) or ()), ONE):
         value = source
@@ -195,17 +195,17 @@ def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 
 def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
-    """The value before nodes that do not change it."""
+    """The value before nodes that keep its shape and elements."""
     while (source := value_before(value, "Expand", *VIEWS)) is not None and sizes.of(source) == sizes.of(value):
         value = source
     return value
 
 
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
-    """The assignment before this one, to the same axis, if nothing else reads its result."""
-    source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
+    """The assignment that this one changes the result of, if it is along the same axis."""
+    source = traced_back(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
     data = source.value
-    while (same := value_before(data, "Identity")) is not None:  # instead of two transposes
+    while (same := value_before(data, "Identity")) is not None:  # exporters make one of two inverse transposes
         data = same
     node = data.producer() if source.is_value else None
     before = None if node is None else _find_slice(node, sizes, tables)
@@ -213,9 +213,9 @@ def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
 
 
 def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bool:
-    """Whether another assignment writes to a node's result."""
+    """Whether a further assignment changes a node's result along the same axis."""
     level = [node.outputs[0]]
-    for _ in range(3):  # the axis is brought back, and to the front again
+    for _ in range(3):  # in between, the axis is transposed back, and to the front again
         users = [user for value in level for user, place in value.uses() if not place]
         after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
         if any(one is not None and one.axis == axis for one in after):
@@ -225,13 +225,13 @@ def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bo
 
 
 def _runs(owners: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    """Runs of consecutive places of one owner: the owner, the start, and the end."""
+    """Runs of consecutive indices with the same owner: the owner, the start, and the end."""
     ends = [*(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     return [(owners[start], (start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Value:
-    """The places of a slice that no later slice overwrites."""
+    """A slice's rows from `start` to `end`: those that no later slice overwrites."""
     axes = list(work.axes(rows))
     if (start, end) == (0, axes[axis].fixed):
         return rows
@@ -241,13 +241,13 @@ def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Va
 
 
 def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
-    """Replace a value by an operand. A Transpose that undoes the operand's own is replaced by its source."""
+    """Replace a value by an operand. Readers that transpose it back read the operand's value itself."""
     for node in [user for user, _ in old.uses() if is_onnx(user, "Transpose")]:
-        turned = node.outputs[0]
+        transposed = node.outputs[0]
         order = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
         if operand.transposed(order).is_value:
-            if turned.is_graph_output():
-                work.take_place(operand.value, turned)
+            if transposed.is_graph_output():
+                work.take_place(operand.value, transposed)
             else:
-                turned.replace_all_uses_with(operand.value)
-    work.take_place(work.ordered(operand, "turned"), old)
+                transposed.replace_all_uses_with(operand.value)
+    work.take_place(work.transpose(operand, "turned"), old)

@@ -1,4 +1,4 @@
-"""Finds attention that was decomposed into products and a Softmax, by its structure alone."""
+"""Finds attention that an exporter decomposed into matrix products and a Softmax, by its structure alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import made_by, readers_of, value_before
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_float16
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,
@@ -20,25 +20,25 @@ from splitc.compiler.fusion.product import (
 )
 from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last, without_nan
 
-# More nodes between a Softmax and its product are not looked through. A choice: an addition is looked through both
-# ways, so that the time may double with each.
+# The most nodes between the product of queries and keys and the Softmax. A choice: both inputs of an Add are searched
+# for the product, so that the time may double with each Add.
 DEEPEST = 16
-# Scores that a mask replaces by this or less have no weight: masks are written as -1e4 in halves, and lower in others.
+# Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
 HIDDEN = -1e4
-# A number up to this that is added to all scores changes no weight, nor rounds a score: TensorFlow's models add 1e-9.
+# A constant up to this, added to all scores, changes no weights and rounds no scores: TensorFlow's models add 1e-9.
 SHIFT = 1.0
 NO_SIZES = "the shapes of its queries, keys and values are not known"
 
 
 class NotFusedError(Exception):
-    """A pattern can't become one operator. The message gives the reason, without the node's name."""
+    """A pattern can't be fused. The message is the reason, without the node's name."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """`factor` x `value` is added to the scores, whose shape is that of `at`.
+    """What is added to the scores: `factor` x `value`, broadcast. `at` are the scores after that.
 
-    Or `value` is a mask: scores where it equals `hides` become `low`.
+    If `hides` is given, `value` is a boolean mask: scores where it equals `hides` become `low`.
     """
 
     value: ir.Value
@@ -50,7 +50,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class RowScale:
-    """Scores, shaped like `at`, are multiplied or divided by a computed `value`."""
+    """A computed `value` that scores are multiplied by, or divided by. `at` are the scores after this step."""
 
     value: ir.Value
     at: ir.Value
@@ -59,7 +59,7 @@ class RowScale:
 
 @dataclass(frozen=True)
 class Blanks:
-    """Rows of the output that are set to zero in `result`, where `rows` [batch or 1, 1, length, 1] is true."""
+    """Entirely masked rows: where `rows` [batch or 1, 1, length, 1] is true, `result` has zeros."""
 
     rows: ir.Value
     result: ir.Value
@@ -69,17 +69,19 @@ class Blanks:
 class Attention:
     """softmax(scale x query x keys + biases) x values.
 
-    Queries are [..., length, size], keys [..., size, all] and values [..., all, size].
+    Queries are [..., length, size], keys [..., size, all] and values [..., all, size]: `length` new tokens attend to
+    `all` tokens.
 
+    - `row_scales`: computed factors of the scores, beside the constant `scale`.
+    - `guarded`: NaN, in rows that the mask hides entirely, is replaced by zeros.
     - `order`: axis n of the `output` is axis `order[n]` of [..., length, size].
-    - `guarded`: rows of NaN, which a mask hides completely, count as zeros.
-    - `layouts`: scores whose leading axes may be split differently from the queries'.
-    - `passed`: all values between the queries and the output. They disappear when the pattern becomes one operator.
-    - `groups`: so many consecutive heads share one head of keys and of values.
-    - `is_causal`: tokens do not see later ones.
-    - `softcap`: a bound on scores, by a Tanh, before anything is added to them; 0 for none.
+    - `layouts`: the forms of the scores on their way, which may split their leading axes differently from the queries.
+    - `passed`: all values between the queries and the output, which no longer exist after fusion.
+    - `groups`: the number of consecutive query heads that share a head of keys and of values.
+    - `is_causal`: tokens do not attend to later ones.
+    - `softcap`: the bound of scores: softcap x tanh(scores / softcap) before any bias is added; 0 for none.
     - `is_flat`: the output is [batch, length, heads x size], whatever the `order`.
-    - `sinks`: concatenated to the scores, [..., length, 1]; their weights are dropped.
+    - `sinks`: attention sinks [..., length, 1], concatenated to the scores; their weights are dropped.
     """
 
     query: Operand
@@ -102,13 +104,13 @@ class Attention:
 
     @property
     def result(self) -> ir.Value:
-        """The output, with its blank rows set to zero if there are any."""
+        """The output after entirely masked rows are set to zero; the output itself if they are not."""
         return self.output if self.blanks is None else self.blanks.result
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What happens to a product on its way to the Softmax. `scale`, `softcap` and `sinks` are as in Attention.
+    """The product of queries and keys, and what is done to it before the Softmax. For the fields see Attention.
 
     `unjoined` are the scores before the sinks are concatenated.
     """
@@ -125,9 +127,9 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Weighing:
-    """The product of a Softmax's output with values [..., all, size], and the nodes in between.
+    """The product of a Softmax's output (the attention weights) with values [..., all, size].
 
-    `cut`: the last weight of each row is dropped.
+    `cut`: the last weight of each row, that of a sink, is dropped. For other fields see Attention.
     """
 
     values: Operand
@@ -140,9 +142,9 @@ class _Weighing:
 
 
 def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
-    """The attention around a Softmax; None if its output is multiplied with no values, as in a router or a classifier.
+    """The attention around a Softmax; None if its output is not multiplied with values, as in a router or a classifier.
 
-    Raises NotFusedError for patterns that are not understood.
+    Raises NotFusedError for attention of an unknown form.
     """
     try:
         below = _find_weighing(softmax.output, rank_of)
@@ -176,51 +178,54 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
 
 
 def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
-    """Queries, keys and values, before casts from half precision if all have one.
+    """Queries, keys and values; in float16, before casts to float32, if all of them are cast.
 
-    The operator computes in single precision anyway.
+    The operator computes in float32 anyway.
     """
-    query, keys = in_halves(product.first, scaled=True), in_halves(product.second, scaled=True)
-    weighed = in_halves(values, scaled=False)
+    query, keys = in_float16(product.first, scaled=True), in_float16(product.second, scaled=True)
+    weighed = in_float16(values, scaled=False)
     if query is None or keys is None or weighed is None:
         return product.first, product.second, values
     return query, keys, weighed
 
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
-    """The product that a Softmax's output goes into, and whether NaN are replaced by zeros on the way."""
-    guarded, turned, cut, straight = False, False, False, value
+    """The product of a Softmax's output with the values, and the nodes in between.
+
+    Raises NotFusedError if other nodes read the weights, or change them in an unknown way.
+    """
+    guarded, transposed, cut, straight = False, False, False, value
     passed: list[ir.Value] = []
     while True:
-        straight = straight if turned else value
+        straight = straight if transposed else value
         users = readers_of(value)
         if (zeroed := without_nan(value)) is not None:
             guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
             raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
-            below = _read_weighing(users[0], value, turned, rank_of)
+            below = _read_weighing(users[0], value, transposed, rank_of)
             return replace(below, weights=straight, guarded=guarded, passed=tuple(passed), cut=cut)
         elif not users or users[0].domain:
-            raise NotFusedError("no operator of ONNX's own domain reads its attention weights")
-        elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
+            raise NotFusedError("no standard ONNX operator reads its attention weights")
+        elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
-            turned, value = not turned, users[0].outputs[0]
-        elif not turned and not cut and leaves_out_last(users[0], rank_of):
+            transposed, value = not transposed, users[0].outputs[0]
+        elif not transposed and not cut and leaves_out_last(users[0], rank_of):
             cut, value = True, users[0].outputs[0]
         else:
             raise NotFusedError(f"a {users[0].op_type} is between its Softmax and the product with the values")
         passed.append(value)
 
 
-def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
+def _read_weighing(node: ir.Node, weights: ir.Value, transposed: bool, rank_of: RankOf) -> _Weighing:
     product = _read_product(node, rank_of) if is_product(node) else None
     if product is None:
         raise NotFusedError("its attention weights are not multiplied with computed values along one axis")
     if product.first.value is not weights:
         product = product.flipped()
-    first = product.first.swapped() if turned else product.first
+    first = product.first.swapped() if transposed else product.first
     if not first.is_value:
         raise NotFusedError("its product with the values is along another axis than its Softmax")
     if product.scale != 1:
@@ -229,21 +234,21 @@ def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: Rank
 
 
 def _read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
-    """As `read_product`. Raises NotFusedError if the number of the factors' axes is not known."""
+    """As `read_product`. Raises NotFusedError if the rank of a factor is not known."""
     if any(value is None or rank_of(value) is None for value in node.inputs[:2]):
         raise NotFusedError(NO_SIZES)
     return read_product(node, rank_of)
 
 
 def _swaps_last(node: ir.Node) -> bool:
-    """Whether a Transpose swaps the last two axes, and moves no others."""
+    """Whether a Transpose swaps the last two axes, and no others."""
     order = node.attributes.get_ints("perm", ())
     rank = len(order)
     return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
 
 
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
-    """The product of two computed values that scores come from, and what happens to it on the way."""
+    """The product of queries and keys, at most `deepest` nodes above, that scores come from, and what is done to it."""
     node = value.producer()
     if node is not None and deepest and multiplies(node):
         return _read_scores(node, rank_of)
@@ -271,7 +276,7 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores with sinks concatenated to them."""
+    """Scores that a Concat joins with attention sinks."""
     axis, rank = node.attributes.get_int("axis", -1), rank_of(node.outputs[0])
     if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
         raise NotFusedError("its scores are concatenated with something other than attention sinks")
@@ -284,7 +289,7 @@ def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
-    """Whether a node changes no weights: it subtracts one number from a whole row, or clips hidden scores."""
+    """Whether a node changes no attention weights: it subtracts the row's maximum, or clips hidden scores."""
     if node.op_type == "Sub":
         return is_row_maximum(node.inputs[1], scores)
     return node.op_type == "Max" and len(node.inputs) == 2 and (constant(node.inputs[1]) or 0.0) <= HIDDEN
@@ -292,7 +297,7 @@ def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
 
 def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
     if not is_product(node):
-        raise NotFusedError("its scores are a product with a constant weight, not of queries and keys")
+        raise NotFusedError("its scores are a product with an initializer, not of queries and keys")
     product = _read_product(node, rank_of)
     if product is None:
         raise NotFusedError("the product of its queries and keys is along several axes, or their other axes differ")
@@ -309,7 +314,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     if scaled is None:
         return _find_scaled_rows(node, deepest, rank_of)
     above = _find_scores(scaled[0], deepest - 1, rank_of)
-    # Scaling is linear: what was added before is scaled by itself. Hidden scores stay hidden if they stay low.
+    # (scores + bias) x factor = scores x factor + bias x factor. Masked scores must stay low enough.
     biases = tuple(replace(b, factor=b.factor * scaled[1], low=b.low * scaled[1]) for b in above.biases)
     if scaled[1] < 0 or any(bias.hides is not None and bias.low > HIDDEN / 10 for bias in biases):
         raise NotFusedError("its scores are scaled after the mask, so that masked scores may not be low enough")
@@ -317,7 +322,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores that are multiplied or divided by something computed, such as a number for each head."""
+    """Scores that are multiplied or divided by a computed value, such as one number for each head."""
     for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
         assert path is not None and value is not None
         if path.is_initializer() or not comes_from_product(path):
@@ -331,7 +336,7 @@ def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores behind a Tanh. Their softcap is 1 until they are scaled."""
+    """Scores after a Tanh. Their softcap is 1; a Mul that follows multiplies it."""
     above = _find_scores(value, deepest - 1, rank_of)
     if above.biases or above.softcap:
         raise NotFusedError("its softcap (Tanh) comes after a mask or another softcap")
@@ -353,12 +358,12 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
                 return above
             added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)
             return replace(above, biases=(*above.biases, added))
-    # What says most of the two is the reason on the path that has a product.
+    # The reason of the input that does lead to a product says more.
     raise next((reason for reason in reasons if "no product" not in str(reason)), reasons[0])
 
 
 def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
-    """The scores in mask x scores + low x (not mask), which is a Where in other words; None for any other sum."""
+    """The scores in mask x scores + low x (not mask), which computes the same as a Where; None for any other sum."""
     kept, hidden = made_by(path, "Mul"), factor_of(made_by(bias, "Mul"))
     if kept is None or hidden is None or hidden[1] > HIDDEN:
         return None
@@ -372,13 +377,13 @@ def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
 
 
 def _cast_of(value: ir.Value) -> ir.Value | None:
-    """The booleans that a value is a cast of."""
+    """The boolean value that a value is cast from; None if there is none."""
     source = value_before(value, "Cast")
     return source if source is not None and source.dtype == ir.DataType.BOOL else None
 
 
 def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores that a mask replaces by a low number in some places."""
+    """Scores that a Where replaces by a low number wherever a mask says so."""
     mask, then, otherwise = node.inputs
     assert mask is not None and then is not None and otherwise is not None
     hides = constant(then) is not None

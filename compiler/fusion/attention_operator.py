@@ -1,7 +1,7 @@
-"""Reads ONNX's Attention operator, which newer exporters write, as the computation that it stands for.
+"""Reads ONNX's operator Attention, which newer exporters write, as an `Attention`, so that it can be replaced.
 
-The operator has kernels of its own, but concatenates its caches anew in each request. See Attention in ONNX's
-Operators.md.
+ONNX Runtime has kernels for the operator, but they copy the caches in each request to append to them. See Attention in
+ONNX's Operators.md.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "Attention"
-# The places of inputs and outputs.
+# Indices of inputs and outputs.
 MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
 KEYS, VALUES, SCORES = 1, 2, 3
-# The most elements of a mask that are looked at. A choice: they are read from the model's file.
+# A larger constant mask is not read from the model's file. A choice.
 LARGEST = 1 << 22
 NO_HEADS = "the number or the size of its heads is dynamic"
 
@@ -32,9 +32,9 @@ def is_operator(node: ir.Node) -> bool:
 
 
 def read_operator(node: ir.Node, work: Writer) -> Attention:
-    """The computation of the operator. Raises NotFusedError for a form that no other operator has.
+    """What the operator computes. Raises NotFusedError for a form that no other operator computes.
 
-    Its scores are no value of the graph: a placeholder has their sizes. Rows without visible keys give zeros.
+    The scores are no value of the graph, so a placeholder has their sizes. Rows whose keys are all hidden give zeros.
     """
     _check(node)
     query, keys, values = (_by_heads(node, place, work) for place in range(3))
@@ -42,13 +42,13 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     mask = None if mask is None or _hides_nothing(mask) else mask
     has_past = _input(node, PAST_KEYS) is not None
     if has_past:
-        keys, values = whole(node.outputs[KEYS], 4), whole(node.outputs[VALUES], 4)
+        keys, values = as_operand(node.outputs[KEYS], 4), as_operand(node.outputs[VALUES], 4)
     axes, all_axes = _axes(query, work), _axes(keys, work)
     size, is_causal = axes[3].fixed, bool(node.attributes.get_int("is_causal", 0))
     if size is None:
         raise NotFusedError(NO_HEADS)
     if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
-        raise NotFusedError("it is causal without a cache, and its queries and keys differ in number")
+        raise NotFusedError("it is causal without a cache, and has more or fewer queries than keys")
     scores = ir.Value()
     work.name_value(scores, "scores", query.value, (*axes[:3], all_axes[2]))
     hides = None if mask is None or mask.dtype != ir.DataType.BOOL else False
@@ -72,7 +72,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 
 
 def _check(node: ir.Node) -> None:
-    """Raise NotFusedError for a form that no other operator has."""
+    """Raise NotFusedError for a form that no other operator computes."""
     if _input(node, LENGTHS) is not None:
         raise NotFusedError("it has the input nonpad_kv_seqlen")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
@@ -92,12 +92,12 @@ def _by_heads(node: ir.Node, place: int, work: Writer) -> Operand:
     if value is None or axes is None:
         raise NotFusedError(NO_SIZES)
     if len(axes) == 4:
-        return whole(value, 4)
+        return as_operand(value, 4)
     heads, width = node.attributes.get_int("kv_num_heads" if place else "q_num_heads", 0), axes[2].fixed
     if not heads or width is None:
         raise NotFusedError(NO_HEADS)
     by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]
-    return Operand(work.viewed(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
+    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
 
 
 def _axes(operand: Operand, work: Writer) -> list[Axis]:
@@ -108,7 +108,7 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 
 
 def _hides_nothing(mask: ir.Value) -> bool:
-    """Whether a mask is always True: exporters write one for encoders without a mask."""
+    """Whether a mask is a constant of True only: exporters write one for encoders without a mask."""
     while (source := value_before(mask, "Expand", "Identity", *VIEWS)) is not None:
         mask = source
     tensor = None if mask.producer() is not None or source_of(mask) is not None else mask.const_value
@@ -118,7 +118,7 @@ def _hides_nothing(mask: ir.Value) -> bool:
 
 
 def _groups(heads: Axis, of_keys: Axis) -> int:
-    """How many heads of queries share one of keys."""
+    """The number of query heads that share a key head."""
     if heads.fixed is None or not of_keys.fixed or heads.fixed % of_keys.fixed:
         raise NotFusedError(NO_HEADS)
     return heads.fixed // of_keys.fixed

@@ -1,4 +1,4 @@
-"""Merges an attention's biases and masks to one bias [batch or 1, heads or 1, length, all]."""
+"""Adds an attention's biases and masks up to one bias [batch or 1, heads or 1, length, all], as operators take it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
-# The lowest number of a half: a mask in single precision may have lower ones, which are infinite as halves.
+# The lowest float16 number: a float32 mask may have lower ones, which would be cast to -inf.
 LOWEST_HALF = -65504.0
-# What a mask adds to scores that it hides: low enough that nothing of them is left, and no sum of such is infinite.
+# What a boolean mask adds to hidden scores: low enough for weight 0, and sums of several masks stay finite.
 LOW, LOW_HALF = -1e30, -3e4
 
 
 def check_bias(bias: Bias, sizes: Sizes) -> None:
-    """Raise NotFusedError if a bias can't be written with these axes."""
+    """Raise NotFusedError if a bias can't be broadcast to the scores, or is the same for all keys."""
     own, scores = sizes.axes(bias.value), sizes.axes(bias.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("the shape of its mask or bias is not known")
@@ -32,7 +32,7 @@ def check_bias(bias: Bias, sizes: Sizes) -> None:
 
 
 def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
-    """The sum of all biases and masks."""
+    """The sum of all biases and masks, [batch or 1, heads or 1, length, all], in the queries' type."""
     first, *others = (_write_one(bias, frame, work, f"bias{n}") for n, bias in enumerate(attention.biases))
     total = first
     for number, other in enumerate(others):
@@ -43,11 +43,11 @@ def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
         total = work.add(f"biases{number}", "Add", [total, other], total, both)
     total = _as_type(total, attention.query.value, work)
     axes = work.axes(total)
-    return work.expanded(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
+    return work.expand(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
 
 
 def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
-    """One bias with the four axes."""
+    """One bias or mask as [batch or 1, heads or 1, length or 1, all]."""
     value = bias.value
     if bias.hides is not None:
         value = _write_mask(bias, work, role)
@@ -69,17 +69,17 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
     for start, end, _ in parts:
         if _is_mixed(own[start:end], leading[start:end]):
             own[start:end] = leading[start:end]
-    value = work.expanded(value, own, f"{role}_repeated")
-    # One axis for both may be the batch and the heads as one.
+    value = work.expand(value, own, f"{role}_repeated")
+    # A single leading axis may hold the batch and the heads merged.
     merged = [
         own[start] if end - start == 1 < len(leading) else fixed_axis(1) if is_one(own[start:end]) else part
         for start, end, part in parts
     ]
-    return work.viewed(value, [*merged, *own[-2:]], f"{role}_four")
+    return work.reshape(value, [*merged, *own[-2:]], f"{role}_four")
 
 
 def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
-    """A mask as a bias."""
+    """A boolean mask as a bias: 0 for visible scores, a low number for hidden ones."""
     is_half = bias.at.dtype == ir.DataType.FLOAT16
     low = bias.low if math.isinf(bias.low) else LOW_HALF if is_half else LOW
     numbers = [work.editor.scalar(number, bias.at) for number in (low, 0.0)]
@@ -88,13 +88,13 @@ def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
 
 
 def _is_mixed(own: Sequence[Axis], full: Sequence[Axis]) -> bool:
-    """Whether some of the axes have one element where the scores have more, and others have as many as the scores."""
+    """Whether some of a bias's axes are broadcast to those of the scores, and others are not."""
     ones = [axis.size == ONE for axis, other in zip(own, full, strict=True) if other.size != ONE]
     return any(ones) and not all(ones)
 
 
 def _as_type(value: ir.Value, like: ir.Value, work: Writer) -> ir.Value:
-    """A bias in the type of another value."""
+    """A bias cast to the type of another value, without getting infinite."""
     if value.dtype == like.dtype:
         return value
     if like.dtype == ir.DataType.FLOAT16:

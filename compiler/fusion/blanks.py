@@ -1,7 +1,7 @@
-"""Rows that are set to zero after attention, as transformers' exporter does for rows that a mask hides completely.
+"""Finds a Where that sets entirely masked rows to zero after attention, as transformers' exporter writes it.
 
-The Where is written between the product and the Transpose that merges its heads, and so keeps the Transpose from being
-fused. Applied to the fused result, it does not.
+The Where stands between the product with the values and the Transpose that merges the heads, so that this Transpose
+could not be fused. Fusion moves the Where behind the operator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitc.compiler.fusion.sizes import ONE, Sizes
 
 
 def with_blanks(attention: Attention, sizes: Sizes) -> Attention:
-    """The attention with its blank rows; unchanged if it has none."""
+    """The attention with its `blanks`; unchanged if no Where sets rows of its output to zero."""
     output, rank = attention.output, len(attention.order)
     readers = readers_of(output)
     if len(readers) != 1 or output.is_graph_output() or attention.is_flat or attention.order != (0, 1, 2, 3)[:rank]:

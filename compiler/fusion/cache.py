@@ -1,7 +1,7 @@
-"""Attention whose keys and values are a cache: the rows of earlier requests, with those of this one concatenated.
+"""Finds attention whose keys and values are caches: the tokens of earlier requests, with new ones concatenated.
 
-The cache is [batch, heads, rows, size], as in the operator GroupQueryAttention. On its way to the products its heads
-may be repeated, merged with the batch, and transposed.
+A cache is [batch, heads, tokens, size], as in the operator GroupQueryAttention. Before the products, its heads may be
+repeated, merged with the batch, and transposed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.states import State
 
-# The axis of rows.
+# The axis of tokens.
 ROWS = 2
-# Pasts, and what is added to them, by their presents.
-Held = Mapping[ir.Value, tuple[ir.Value, ir.Value]]
+# Growing caches: by the present, its past and the new tokens that are concatenated to it.
+Caches = Mapping[ir.Value, tuple[ir.Value, ir.Value]]
 # The planned shape of a value, None if it is not known.
 ShapeOf = Callable[[ir.Value], Shape | None]
-# A part of an axis: what it counts, and its size.
+# A factor of an axis: what it counts (batch b, heads h, tokens r, head size d, or times: a repetition), and its size.
 _Part = tuple[str, Size]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """`present` is `past` with the `new` rows concatenated, which may be [batch, rows, heads x size].
+    """A cache: `present` is `past` with the `new` rows concatenated, which may be [batch, rows, heads x size].
 
-    `path` are the nodes from it to an attention's `operand`. The operand is the cache, in a layout that `check_layout`
+    `path` are the nodes from `present` to an attention's `operand`, which is the cache in a layout that `check_layout`
     accepts, times `factor` and all computed `scales`.
     """
 
@@ -48,7 +48,7 @@ class Cache:
 
     @property
     def between(self) -> list[ir.Value]:
-        """The values that disappear when one operator takes over the cache and the attention."""
+        """The values of the path, which no longer exist after fusion."""
         return [node.outputs[0] for node in self.path]
 
 
@@ -61,27 +61,26 @@ class CachedAttention:
     values: Cache
 
 
-def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
-    """The presents of states that grow by a Concat, each with its past and its new rows.
+def growing_caches(graph: ir.Graph, states: Sequence[State]) -> Caches:
+    """The caches that grow by a Concat.
 
-    Empty if the model has other states that are written in place as they are: their lengths come with a mask, which is
-    as long as the room too.
+    Empty if the model writes other states in place itself: the model's mask is then as long as their capacity.
     """
     if any(state.in_place for state in states):
         return {}
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}
-    held = {}
+    caches = {}
     for state in states:
         past, present = inputs.get(state.input), outputs.get(state.output)
         new = None if past is None or present is None else _added(past, present)
         if past is not None and present is not None and new is not None:
-            held[present] = past, new
-    return held
+            caches[present] = past, new
+    return caches
 
 
 def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
-    """The rows that are concatenated to a past of four axes to give a present; None if it is made differently."""
+    """The rows that a Concat, or ONNX's Attention, appends to a past of four axes; None for other presents."""
     node, place = present.producer(), present.index()
     if node is None or place is None or past.shape is None or len(past.shape) != 4:
         return None
@@ -93,15 +92,16 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
     return node.inputs[1] if fits and node.inputs[0] is past else None
 
 
-def left_out(
-    graph: ir.Graph, states: Sequence[State], held: Held, is_read: bool, latents: Collection[ir.Value] = ()
+def unfused_caches(
+    graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Collection[ir.Value] = ()
 ) -> Iterator[tuple[str, NotFusedError]]:
-    """Growing states that stay as they are, with reasons; those `held` too, unless attention reads one (`is_read`).
+    """Growing states that fusion does not write in place, by their input's name, with reasons.
 
-    `latents` are presents that attention on latents reads.
+    The growing `caches` are listed only if no attention reads any (`is_read`): else `find_caches` gave their reasons.
+    `latents` are presents that were fused as latents.
     """
-    pasts = {past.name for past, _ in held.values()}
-    on_latents = {held[present][0].name for present in latents}
+    pasts = {past.name for past, _ in caches.values()}
+    on_latents = {caches[present][0].name for present in latents}
     outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
         maker = outputs.get(state.output)
@@ -110,7 +110,7 @@ def left_out(
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it has readers beside the operator that could write it in place")
         elif state.input in on_latents:
-            yield state.input, NotFusedError("no operator computes attention on latents and writes them in place")
+            yield state.input, NotFusedError("no operator for attention on latents writes them in place")
         elif state.input in pasts:
             yield state.input, NotFusedError("no attention reads it as keys or values")
         else:
@@ -120,13 +120,13 @@ def left_out(
             )
 
 
-def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAttention | None:
-    """The caches that are an attention's keys and values; None if neither is `held`.
+def find_caches(attention: Attention, caches: Caches, shape_of: ShapeOf) -> CachedAttention | None:
+    """An attention with the caches that are its keys and values; None if neither are a cache.
 
-    Raises NotFusedError if only one of them is, or if a cache has other readers.
+    Raises NotFusedError if only one of them is a cache, or if a cache has other readers.
     """
-    keys = _find_cache(attention.keys.swapped(), held, shape_of)
-    values = _find_cache(attention.values, held, shape_of)
+    keys = _find_cache(attention.keys.swapped(), caches, shape_of)
+    values = _find_cache(attention.values, caches, shape_of)
     if keys is None and values is None:
         return None
     if keys is None or values is None or keys.present is values.present:
@@ -135,15 +135,15 @@ def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAt
         _check_readers(cache, attention)
     if values.scales or values.factor != 1:
         raise NotFusedError("its values are scaled")
-    # What scales all keys may as well scale the scores.
+    # A factor of all keys is a factor of the scores.
     scaled = replace(attention, row_scales=(*attention.row_scales, *keys.scales))
     return CachedAttention(scaled, keys, values)
 
 
-def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None:
-    """The cache that an operand [..., rows, size] comes from, through nodes that keep or repeat its elements."""
+def _find_cache(operand: Operand, caches: Caches, shape_of: ShapeOf) -> Cache | None:
+    """The cache that an operand [..., rows, size] is made of, through nodes that move, repeat or scale its elements."""
     value, factor, path, scales = operand.value, 1.0, list[ir.Node](), list[RowScale]()
-    while value not in held:
+    while value not in caches:
         node = value.producer()
         if node is None or node.domain:
             return None
@@ -158,13 +158,13 @@ def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None
             return None
         path.append(node)
         value = source
-    return Cache(*held[value], value, tuple(reversed(path)), operand, factor, tuple(scales))
+    return Cache(*caches[value], value, tuple(reversed(path)), operand, factor, tuple(scales))
 
 
 def _check_readers(cache: Cache, attention: Attention) -> None:
     """Raise NotFusedError if anything but the attention reads more of a cache than its sizes."""
     maker = cache.present.producer()
-    last = 0 if maker is attention.output.producer() else 1  # an attention does not read what it makes itself
+    last = 0 if maker is attention.output.producer() else 1  # ONNX's Attention reads the past, not its own present
     for value, reader in zip([cache.past, cache.present, *cache.between], [maker, *cache.path, None], strict=True):
         readers = {node for node, _ in value.uses() if not is_onnx(node, "Shape")}
         if len(readers) != (last if reader is None else 1) or (reader is not None and readers != {reader}):
@@ -174,10 +174,10 @@ def _check_readers(cache: Cache, attention: Attention) -> None:
 
 
 def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
-    """A cache's number of heads, and how often each is repeated in the operand, side by side.
+    """A cache's number of heads, and the number of consecutive copies of each in the operand.
 
-    Raises NotFusedError for an operand in any other layout. The parts of each axis are followed through the nodes, with
-    both sets of sizes.
+    The factors of each axis are traced through the nodes of the path, by both sets of sizes. Raises NotFusedError
+    unless the operand is [batch x heads x copies, rows, size], with its leading axes merged or not.
     """
     own = sizes.axes(cache.present)
     if own is None or own[1].fixed is None or own[3].fixed is None:
@@ -200,7 +200,7 @@ def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
 
 
 def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_Part]] | None:
-    """The parts of the axes of a node's result; None if they are not known."""
+    """The factors of the axes of a node's result; None if they are not known."""
     made = sizes.of(node.outputs[0])
     if made is None:
         return None
@@ -221,7 +221,7 @@ def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_
 
 
 def _viewed(parts: Sequence[_Part], made: Sequence[Size]) -> list[list[_Part]] | None:
-    """The parts of the axes after a Reshape; None if an axis would have a fraction of one."""
+    """The factors of the axes after a Reshape; None if it splits a factor."""
     rest, axes = list(parts), list[list[_Part]]()
     for size in made:
         taken: list[_Part] = []

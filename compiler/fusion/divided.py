@@ -1,7 +1,7 @@
-"""Divides a product whose result is only split by columns into one product for each part.
+"""Replaces a MatMul and the Split of its columns by one MatMul for each part.
 
-Exporters write the two projections of a gated layer, or those for queries, keys and values, as one product and a Split.
-The Split copies the parts, and keeps a following bias or activation from being fused with a product.
+Models have the two projections of a gated layer, or those to queries, keys and values, as one product and a Split. The
+Split copies the parts, and prevents the fusion of a following bias or activation with its product.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OPERATOR = "MatMul"
 
 @dataclass(frozen=True)
 class Divided:
-    """A product of `data` and `weight`, plus `bias` if there is one. `parts` are consecutive columns of it.
+    """A product `whole` of `data` and `weight`, plus `bias` if there is one, and the Split's `parts` of its columns.
 
-    They are an axis of the weight: 1, or 0 if a Transpose is between.
+    The columns are the weight's axis 1, or axis 0 if a Transpose follows the weight.
     """
 
     product: ir.Node
@@ -38,7 +38,7 @@ class Divided:
 
 
 def find_divided(product: ir.Node) -> Divided | None:
-    """The product with its parts; None if its result has other readers."""
+    """The product with its parts; None for other nodes, and if the result has other readers."""
     if not is_onnx(product, OPERATOR) or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
@@ -60,7 +60,7 @@ def find_divided(product: ir.Node) -> Divided | None:
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     """Replace the product and the Split by a product for each part.
 
-    Raises NotFusedError if the parts are not its columns; then nothing is changed.
+    Raises NotFusedError, before any change, if the parts are not columns of known numbers.
     """
     axes, columns = sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
     if axes is None or any(own is None for own in columns):
@@ -82,7 +82,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
 
 def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Writer) -> ir.Value:
-    """A product by these columns of the weight."""
+    """The product with these columns of the weight, plus those of the bias."""
     weight = work.editor.part_of(divided.weight, divided.axis, columns)
     if divided.axis == 0:
         count = fixed_axis(columns.stop - columns.start)

@@ -1,6 +1,6 @@
-"""Numbers that follow from sizes which no input changes, such as the square root of the size of a head.
+"""Makes scalars constants that are computed from fixed sizes, such as the square root of the head size.
 
-Exporters that do not fold constants compute them from shapes. As constants, patterns can have them as factors.
+Exporters that do not fold constants compute them by Shape, Gather and so on. Patterns expect constant factors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 
 
 def computed_numbers(graph: Graph, bound: BoundShapes) -> list[ir.Value]:
-    """The numbers in floating point that the graph computes from sizes, and that others are computed from."""
+    """The floating-point scalars that the graph computes from sizes, without those only used to compute others."""
     made = (node.outputs[0] for node in graph.nodes)
     numbers = dict.fromkeys(value for value in made if _is_number(value, bound))  # in order: constants are numbered
     return [value for value in numbers if not value.is_graph_output() and _is_read(value, numbers)]
@@ -31,9 +31,9 @@ def _is_read(value: ir.Value, numbers: Collection[ir.Value]) -> bool:
 
 
 def fix_numbers(editor: Editor, numbers: Collection[ir.Value], other: BoundShapes) -> bool:
-    """Make those numbers constants that these shapes have too, in place. Returns whether there are any.
+    """Make numbers constants, in place, that the `other` shapes fix too. Returns whether there are any.
 
-    Nodes that have no reader afterwards stay.
+    Nodes that nothing reads afterwards stay in the graph.
     """
     fixed = [value for value in numbers if value.name in other.constants]
     for value in fixed:

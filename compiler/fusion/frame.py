@@ -1,6 +1,6 @@
 """Tells which leading axes of an attention's scores are the batch, and which are heads.
 
-Exporters write two axes, one merged axis, or more. The operator has exactly these two.
+Exporters write two axes, one merged axis, or more. The fused operators have exactly two: batch and heads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, NotFusedError
-from splitc.compiler.fusion.operand import Operand, axes_of, seen_through, unmerged
+from splitc.compiler.fusion.operand import Operand, axes_of, traced_back, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 
 Axes = tuple[Axis, ...]
@@ -17,7 +17,7 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Frame:
-    """The axes of an attention. The number of `heads` and their sizes are fixed.
+    """The axes of an attention: `length` new tokens attend to `all` tokens. Heads and their sizes are fixed.
 
     `leading` are the leading axes of the product of queries and keys, and `weighed` those of the product with values.
     """
@@ -32,7 +32,7 @@ class Frame:
     weighed: Axes
 
     def divided(self, leading: Sequence[Axis]) -> int | None:
-        """How many of the leading axes are the batch; the rest are heads. None if one axis holds both."""
+        """How many of the leading axes are the batch; the rest are heads. None if batch and heads share an axis."""
         count = len(leading)
         sizes = [axis.size for axis in leading]
         likely: list[int] = [max(0, count - 1), count, *range(count)]
@@ -43,7 +43,7 @@ class Frame:
 
 
 def find_frame(attention: Attention, sizes: Sizes) -> Frame:
-    """The frame that fits all of an attention. Raises NotFusedError if there is none."""
+    """The axes of an attention. Raises NotFusedError if they are not known, or its operands do not fit together."""
     axes = [axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values)]
     query, keys, values = axes
     if query is None or keys is None or values is None:
@@ -72,7 +72,7 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
 
 
 def _fits(own: Axes, leading: Axes, groups: int) -> bool:
-    """Whether leading axes are those of queries. Some may have one element, and the last one that of the `groups`."""
+    """Whether leading axes broadcast to those of queries, with `groups` query heads for each head."""
     times = [1] * (len(own) - 1) + [groups]
     return all(
         b.size == ONE or product_of([b.size, (n, n)]) == a.size for a, b, n in zip(leading, own, times, strict=True)
@@ -80,16 +80,16 @@ def _fits(own: Axes, leading: Axes, groups: int) -> bool:
 
 
 def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis, Axis]:
-    """The batch and the heads, by a layout that has both; else all leading axes are the batch, or all are heads."""
-    seen = seen_through(query, scaled=True)
-    before = unmerged(seen, sizes, scaled=True)
+    """The batch and the heads: of the first layout that separates them; else all leading axes are one or the other."""
+    traced = traced_back(query, scaled=True)
+    before = unmerged(traced, sizes, scaled=True)
     more = axes_of(before, sizes) if before is not None else None
     for leading in (*layouts, *([more[:-2]] if more is not None else [])):
         if len(leading) > 1 and leading[-1].fixed is not None:
             return joined(leading[:-1]), leading[-1]
     leading = layouts[0]
     one = fixed_axis(1)
-    # Heads that the model itself has moved to the front, [length, heads, size], take no batch.
-    if len(leading) == 1 and leading[0].fixed is not None and seen.axes == (1, 0, 2):
+    # Queries that the model transposes from [length, heads, size] have no batch.
+    if len(leading) == 1 and leading[0].fixed is not None and traced.axes == (1, 0, 2):
         return one, leading[0]
     return joined(leading), one

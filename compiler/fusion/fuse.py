@@ -1,4 +1,4 @@
-"""Fuses decomposed attention, norms and rotary embeddings for engines that do not do so themselves."""
+"""Fuses decomposed attention, norms and rotary embeddings, for engines that do not fuse them by themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
-from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
+from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, unfused_caches
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
@@ -45,10 +45,10 @@ from splitc.runtime.package.states import Length, State
 
 @dataclass(frozen=True)
 class Fate:
-    """The result for one place that looks like a pattern: the operator it became, or why it was not fused.
+    """What became of one subgraph that looks like a pattern: the `operator` that replaces it, or `why` nothing does.
 
     `kind` is the kind of pattern: attention, a cache, a norm, a rotary embedding, a product that is split, and so on.
-    The place is named after its Softmax, mean, norm or last node.
+    `place` is the name of its Softmax, mean, norm or last node.
     """
 
     place: str
@@ -62,9 +62,10 @@ class Fused:
     """A graph after fusion.
 
     - `bound`: the shapes of all its values.
-    - `fates`: the result for each place that looks like a pattern.
-    - `lengths`: inputs that the model does not have. A `preamble` computes further ones.
-    - `uncompared`: names of sizes that inputs must agree on, though no node compares them any more.
+    - `fates`: what became of each subgraph that looks like a pattern.
+    - `lengths`: inputs that fusion added, for the lengths of caches. The `preamble` computes further added inputs.
+    - `uncompared`: symbols of dynamic sizes that inputs must agree on. The nodes that would have failed on unequal
+      sizes were fused, and the fused operator does not check them.
     """
 
     graph: Graph
@@ -82,22 +83,22 @@ def fuse(
     gains: Gains = ON_GPUS,
     states: Sequence[State] = (),
 ) -> Fused:
-    """Fuse norms, rotary embeddings, attention, and its caches among the `states`, where that gains, in place.
+    """Fuse norms, rotary embeddings and attention, with its caches among the `states`, where the result is faster.
 
-    `bound` are the shapes of the graph's values with the inputs' `shapes`.
+    The graph is changed in place. `bound` are the shapes of its values for inputs of these `shapes`.
     """
     roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room and states else {}
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     fixed = work.fix_numbers()
     nodes = [node for node in graph.nodes if node.graph is not None]
-    # Attention comes last: its queries and keys may be what became one operator.
+    # Attention comes last: norms and rotary embeddings of its queries and keys are single operators by then.
     parts = {node: fate for node in nodes if gains.parts and (fate := work.part(node)) is not None}
     if any(fate.operator in (ASSEMBLED, ROTARY) for fate in parts.values()):
-        remove_unused(graph.graph)  # what wrote slices is no reader of them any more
+        remove_unused(graph.graph)  # so that replaced ScatterND nodes no longer count as readers
     nodes = [node for node in nodes if node in parts or node.graph is not None]
     fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
-    fates += [*work.left_out(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
-    lengths = work.lengths.entries() if work.held else ()
+    fates += [*work.unfused_caches(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
+    lengths = work.lengths.entries() if work.caches else ()
     if not any(fate.operator for fate in fates):
         return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(fates))
     work.join_views()
@@ -118,9 +119,10 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Work:
-    """Tries the patterns at each node of a graph, and fuses those that gain.
+    """Tries the patterns at each node of a graph, and fuses those that become faster.
 
-    `planned` are the shapes of all values, new ones included. `latents` are caches that attention on latents reads.
+    `planned` are the shapes of all values, including new ones. `latents` are the caches that were fused as latents of
+    multi-head latent attention.
     """
 
     graph: Graph
@@ -134,7 +136,7 @@ class _Work:
 
     @cached_property
     def _other_sizes(self) -> BoundShapes:
-        """The shapes with other sizes. To infer them takes long, so it is done only where something may be fused."""
+        """The shapes for probe sizes. Their inference takes long, so it waits until a pattern may be fused."""
         return Probes(self.graph, self.shapes, self.bound).different()
 
     @cached_property
@@ -152,23 +154,26 @@ class _Work:
         return Parts(self.gains, states, self.editor, self._shape_of, lambda: self._sizes, lambda: self._tables)
 
     @cached_property
-    def held(self) -> Held:
-        """The caches, after fusion of what is concatenated to them."""
-        return concatenated(self.graph.graph, self.states) if self.gains.caches else {}
+    def caches(self) -> Caches:
+        """The caches that grow by a Concat. First read when norms and rotary embeddings of new keys are fused."""
+        return growing_caches(self.graph.graph, self.states) if self.gains.caches else {}
 
     @cached_property
     def lengths(self) -> Lengths:
-        """The inputs that say how long caches are."""
-        pasts = [past for past, _ in self.held.values()]
+        """The inputs whose sizes are the lengths of caches."""
+        pasts = [past for past, _ in self.caches.values()]
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
 
     def uncompared(self) -> frozenset[str]:
-        """The names of sizes that the nodes of a rotary embedding compared and its operator does not."""
+        """As `Fused.uncompared`: the operator RotaryEmbedding does not compare its data's size with its tables'."""
         return frozenset(self._tables.uncompared)
 
     def fix_numbers(self) -> bool:
-        """Make numbers constants that no size of the inputs changes. Returns whether there are any."""
+        """Make scalars constants that are computed from shapes, but are the same for all input sizes.
+
+        Returns whether there are any.
+        """
         numbers = computed_numbers(self.graph, self.bound)
         other = self._other_sizes if numbers else self.bound
         fixed = other is not self.bound and fix_numbers(self.editor, numbers, other)
@@ -181,12 +186,12 @@ class _Work:
         join_views(self.editor, self._sizes)
 
     def preamble(self, roles: Mapping[str, Role]) -> Preamble:
-        """The graph that is computed before the ranks. Raises NotFusedError if there can be none."""
+        """Cut off the graph that the session computes before the ranks. Raises NotFusedError if that is impossible."""
         states = [state.input for state in self.states]
         return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
-        """The fate of a pattern other than attention that begins or ends at a node; None if there is none."""
+        """Fuse a pattern other than attention that begins or ends at a node; None if there is none."""
         place = name_of(node)
         for kind, attempt in self._parts.attempts:
             try:
@@ -197,9 +202,9 @@ class _Work:
         return None
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
-        """The fates of attention around a Softmax, and of its caches; nothing if there is none.
+        """Fuse the attention around a Softmax, and its caches, or replace ONNX's operator Attention.
 
-        An attention that is one operator already has a fate only if it becomes another one, or has caches.
+        Yields nothing for other nodes, nor for an Attention without caches that stays as it is.
         """
         if is_operator(node):
             yield from self._operator(node)
@@ -217,36 +222,36 @@ class _Work:
         yield from self._replaced(softmax.name, attention)
 
     def _operator(self, node: ir.Node) -> list[Fate]:
-        """The fates of an attention operator that may become another one, and of its caches."""
-        if not self.held and not self.gains.attention:
+        """Replace ONNX's operator Attention by one of ONNX Runtime's, with its caches, where that is faster."""
+        if not self.caches and not self.gains.attention:
             return []
         place = name_of(node)
         work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
         try:
             fates = list(self._replaced(place, read_operator(node, work)))
         except NotFusedError as error:
-            fates = [Fate(place, None, str(error), "cache")] if self.held else []
+            fates = [Fate(place, None, str(error), "cache")] if self.caches else []
         if not any(fate.operator for fate in fates):
             work.undo()
         return [fate for fate in fates if fate.operator or fate.kind == "cache"]
 
     def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
-        """The fates of an attention, and of its caches or its latent."""
+        """Fuse an attention: on its latent (multi-head latent attention), else with its caches, else alone."""
         attention = with_blanks(attention, self._sizes)
         latent = self._on_latent(place, attention)
         if latent is not None:
             yield latent
             if latent.operator is not None:
                 return
-        cached = self._with_caches(place, attention) if self.held else None
+        cached = self._with_caches(place, attention) if self.caches else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
 
     def _on_latent(self, place: str, attention: Attention) -> Fate | None:
-        """The fate of the latent that keys and values are projected from; None if there is none."""
-        latent = find_latent(attention, self.held, self._sizes) if self.held else None
+        """Fuse an attention whose keys and values are projected from a cached latent; None for any other."""
+        latent = find_latent(attention, self.caches, self._sizes) if self.caches else None
         query = self._shape_of(attention.query.value)
         if latent is None or query is None:
             return None
@@ -254,19 +259,19 @@ class _Work:
             check_type(latent.latent, HALVES | SINGLES)
             if not latent.gains(query[attention.query.axes[-2]]):
                 raise NotFusedError(
-                    "with this many tokens a request it is cheaper to project keys and values from its latent"
+                    "with this many tokens a request, projecting keys and values from its latent takes fewer operations"
                 )
             write_latent(latent, self.editor, self._sizes)
         except NotFusedError as error:
             return Fate(place, None, str(error), "latent")
         shared = [part for part in latent.parts if isinstance(part, ir.Value)]
-        self.latents.update(self.held.keys() & {latent.latent, *shared})
+        self.latents.update(self.caches.keys() & {latent.latent, *shared})
         return Fate(place, LATENT, None, "latent")
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
-        """The fate of an attention's caches; None if it has none."""
+        """Fuse an attention with its caches; None if it has none."""
         try:
-            cached = find_caches(attention, self.held, self._shape_of)
+            cached = find_caches(attention, self.caches, self._shape_of)
             if cached is None:
                 return None
             check_type(attention.query.value, self.gains.caches)
@@ -281,12 +286,12 @@ class _Work:
         return Fate(place, GROUPED, None, "cache")
 
     def _alone(self, place: str, attention: Attention) -> Fate:
-        """The fate of an attention without its caches."""
+        """Fuse an attention without its caches."""
         gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
             check_type(attention.query.value, gains.attention)
             if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
-                raise NotFusedError("it is too small to be faster as one operator")
+                raise NotFusedError("its scores (queries x keys) are too few for one operator to be faster")
             if (attention.biases or attention.is_causal) and not gains.biased:
                 raise NotFusedError("no kernel is faster with a mask or a bias")
             write_multi_head_attention(attention, self.editor, self._sizes, gains.largest_head)
@@ -294,11 +299,11 @@ class _Work:
             return Fate(place, None, str(error))
         return Fate(place, OPERATOR)
 
-    def left_out(self, is_read: bool) -> list[Fate]:
-        """The fates of caches that can't be written in place. `is_read`: some attention reads one."""
+    def unfused_caches(self, is_read: bool) -> list[Fate]:
+        """The caches that can't be written in place, with reasons. `is_read`: some attention reads a cache."""
         if not self.gains.caches:
             return []
-        reasons = left_out(self.graph.graph, self.states, self.held, is_read, self.latents)
+        reasons = unfused_caches(self.graph.graph, self.states, self.caches, is_read, self.latents)
         return [Fate(past, None, str(why), "cache") for past, why in reasons]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:
@@ -312,7 +317,7 @@ class _Work:
 
 
 def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:
-    """The fates of patterns that look like attention inside an If or a Loop, where shapes are not known."""
+    """Subgraphs that look like attention inside an If or a Loop. They stay: shapes are not known there."""
     if not work.gains.attention or not has_subgraphs(graph.graph):
         return []
     unknown = replace(work, gains=Gains(frozenset({ir.DataType.UNDEFINED})))

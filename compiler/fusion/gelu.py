@@ -1,7 +1,6 @@
-"""Gelu as exporters write it out.
+"""Finds decomposed Gelu (Hendrycks and Gimpel, 2016), in either of its forms.
 
-By the error function it is x (1 + erf(x / sqrt(2))) / 2, and by the hyperbolic tangent nearly the same:
-x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+The exact one is x (1 + erf(x / sqrt(2))) / 2. The approximation is x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, other_input
 from splitc.compiler.fusion.operand import constant, factor_of
 
-# Relative, of a constant in half precision.
+# The relative tolerance of constants, which may be rounded to float16.
 CLOSE = 1e-3
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+def find_by_erf(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """The input and the output of a decomposed Gelu around an Erf; None if the Erf is part of none."""
     product = factor_of(made_by(erf.inputs[0], "Mul", "Div")) if is_onnx(erf, "Erf") else None
     if product is None or not math.isclose(product[1], math.sqrt(0.5), rel_tol=CLOSE):
@@ -43,7 +42,7 @@ def find_by_tanh(tanh: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _times_one_more(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The other factor of a product of 1 + a value, and the product, if nothing else reads the value."""
+    """In (1 + value) x factor: the factor and the product; None if the value has other readers."""
     more = only_user(value, "Add")
     return combined(more.outputs[0], "Mul") if more is not None and 1.0 in map(constant, more.inputs) else None
 
@@ -84,7 +83,7 @@ def _is_one_and_square(value: ir.Value | None, data: ir.Value) -> bool:
 
 
 def _multiple(value: ir.Value | None, number: float) -> ir.Value | None:
-    """The value that a value is so many times as large as; None if it is no such multiple."""
+    """The x of a value x times `number`; None for any other value."""
     scaling = factor_of(made_by(value, "Mul"))
     is_close = scaling is not None and math.isclose(scaling[1], number, rel_tol=CLOSE)
     return scaling[0] if scaling is not None and is_close else None

@@ -1,12 +1,12 @@
-"""Attention with its caches as ONNX Runtime's operator GroupQueryAttention, which can write caches in place.
+"""Writes attention with its caches as ONNX Runtime's operator GroupQueryAttention, which can write caches in place.
 
-It takes queries [batch, length, heads x size], new keys and values likewise with the caches' number of heads, the pasts
-[batch, heads, room, size], the number of rows that are filled with the new ones, and what is added to the scores. It
-gives the presents, which are the pasts with new rows: in the same memory, if the caller gives it that.
+Its inputs are queries [batch, length, heads x size], new keys and values [batch, length, cache heads x size], pasts
+[batch, cache heads, capacity, size], the number of filled rows with the new ones, and a bias of the scores. Its outputs
+are the result and the presents, which are the pasts with new rows: in the same memory, if the caller binds them so.
 
-With `causal` 0 it computes softmax(scale x queries x keys + bias) x values over the filled rows and nothing else: the
-model's own mask stays, as the bias, and nothing has to be known of it. See com.microsoft.GroupQueryAttention in ONNX
-Runtime's ContribOperators.md.
+With `causal` 0 it computes softmax(scale x queries x keys + bias) x values over the filled rows, and adds no mask of
+its own: the model's mask stays as the bias, whatever it hides. See com.microsoft.GroupQueryAttention in ONNX Runtime's
+ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_lay
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
-from splitc.compiler.fusion.operand import PASSED, seen_through, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.operand import PASSED, as_operand, traced_back, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
-# The kernels take heads of multiples of this.
+# The kernels take head sizes that are multiples of this.
 UNIT = 8
-# The order of a cache's axes in which its heads are beside their size.
+# Transposes [batch, heads, rows, size] to [batch, rows, heads, size].
 BY_ROWS = (0, 2, 1, 3)
 
 
 def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: Sizes, lengths: Lengths) -> None:
     """Replace an attention and its caches by the operator, in place.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if the operator can't express them; then nothing is changed.
     """
     attention = cached.attention
     filled = lengths.of(cached.keys)
-    query = seen_through_merged(attention.query, sizes, scaled=True)
+    query = traced_back_merged(attention.query, sizes, scaled=True)
     before = unmerged(query, sizes, scaled=True)
     sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
     work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
@@ -64,7 +64,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
 
 
 def _check(cached: CachedAttention, work: Writer) -> Frame:
-    """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
+    """The attention's axes. Raises NotFusedError if the operator can't express the attention or its caches."""
     frame = check_attention(cached.attention, work)
     keys, values = cached.keys, cached.values
     scales = [work.sizes.axes(scale.value) for scale in keys.scales]
@@ -83,7 +83,7 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
     if own != (frame.batch.size, frame.length.size, frame.all.size, frame.size):
         raise NotFusedError("the batch or the length of its cache differs from that of its queries")
     if frame.size % UNIT or frame.size != frame.value_size:
-        raise NotFusedError(f"the operator takes heads of a multiple of {UNIT}, for keys and values the same")
+        raise NotFusedError(f"the operator takes head sizes that are multiples of {UNIT}, the same of keys and values")
     if keys.new.dtype != cached.attention.query.value.dtype:
         raise NotFusedError("its queries and its cache differ in type")
     if cached.attention.sinks is not None:
@@ -93,18 +93,18 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
 
 
 def _check_rows(cache: Cache, sizes: Sizes) -> None:
-    """Raise NotFusedError where the operator does not take the planned request."""
+    """Raise NotFusedError if the operator can't run the planned request: a batch of chunks after cached tokens."""
     past, new = sizes.axes(cache.past), sizes.axes(cache.new)
     assert past is not None and new is not None
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
-            f"the operator takes no several rows with several tokens after cached ones: {new[0].size[0]} rows of "
+            f"the operator takes either one row or one token a row after cached tokens: {new[0].size[0]} rows of "
             f"{new[-2].size[0]} tokens after {past[ROWS].size[0]} are planned"
         )
 
 
 def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
-    """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
+    """Add the operator and its inputs. Returns [batch, length, heads x size], the keys' present and the values'."""
     attention, frame, work = cached.attention, writing.frame, writing.work
     query, factor = writing.merged_query()
     keys, values = (_merged(one, work, role) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
@@ -122,7 +122,7 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
         inputs += [None, None, None, bias]
     if attention.sinks is not None:
         inputs.append(_sinks(attention.sinks, query, frame, work))
-    # The cache itself tells that these are fixed: what is added to it may not.
+    # Read off the cache, where the number of heads is fixed: that of new keys may be dynamic.
     kv_heads = work.axes(cached.keys.present)[1].fixed or 1
     heads = frame.heads.fixed or 1
     node = ir.node(
@@ -149,7 +149,7 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
 
 
 def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
-    """Raise NotFusedError if sinks are not one number a head."""
+    """Raise NotFusedError if attention sinks are not one number a head."""
     own, source = work.sizes.of(sinks), work.sizes.axes(_unrepeated(sinks))
     heads = frame.heads.fixed
     if own is None or source is None or not own or own[-1] != ONE or len(own) != 4 or len(source) > 4:
@@ -159,32 +159,34 @@ def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
 
 
 def _unrepeated(sinks: ir.Value) -> ir.Value:
-    """Sinks before they were repeated for all rows."""
+    """Attention sinks before their expansion to all rows."""
     while (source := value_before(sinks, "Expand", *PASSED)) is not None:
         sinks = source
     return sinks
 
 
 def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Value:
-    """Sinks as [heads], of the queries' type."""
-    value = work.viewed(_unrepeated(sinks), [frame.heads], "sinks")
+    """Attention sinks as [heads], in the queries' type."""
+    value = work.reshape(_unrepeated(sinks), [frame.heads], "sinks")
     return value if value.dtype == like.dtype else work.cast(value, like, "sinks_cast")
 
 
 def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
-    """What is added to a cache, as [batch, length, heads x size]."""
+    """The new rows of a cache, as [batch, length, heads x size]."""
     batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
-        value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
+        value = work.transpose(
+            traced_back(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
+        )
     else:
-        value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
-    return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
+        value = work.reshape(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
+    return work.reshape(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
 
 
 @cache
 def is_known() -> bool:
-    """Whether the ONNX Runtime that is installed has the operator with `causal`."""
+    """Whether the installed ONNX Runtime's operator has the attribute `causal`."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
     schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, OPERATOR))

@@ -1,4 +1,4 @@
-"""Measured: on which devices, and from which sizes on, fused operators are faster."""
+"""Tables of measurements: on which devices, for which types and from which sizes on fused operators are faster."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NONE: Types = frozenset()
 
 @dataclass(frozen=True)
 class Gains:
-    """Where fused operators are faster on a kind of device. Types are those of the elements that they are faster for.
+    """Where fused operators are faster on a kind of device. Each set holds the element types that a fusion is for.
 
-    - `attention`: MultiHeadAttention, with `least_scores` scores a head and `least_keys` keys or more at the planned
+    - `attention`: MultiHeadAttention, with at least `least_scores` scores a head and `least_keys` keys at the planned
       sizes, and heads of up to `largest_head`. Unless `biased`, only without a mask or bias.
     - `parts`: norms and rotary embeddings. `modulations`: adaptive norms.
-    - `caches`: caches in place. `has_room`: their room is an input of its own, so that requests keep their sizes.
-      Unless `capped`, decomposed attention with a softcap keeps its cache as it is.
+    - `caches`: caches in place. `has_room`: a cache's capacity is the size of an input of its own, so that consecutive
+      requests have the same sizes. Unless `capped`, decomposed attention with a softcap is not fused with its cache.
     - `scattered`: caches that are written by index.
-    - `rows`: steps on rows as one kernel (lowering/fused_rows.py).
-    - `divided`: products that are split by columns, with `least_rows` rows or more.
+    - `rows`: elementwise operators and norms as one kernel that reads each row once (lowering/fused_rows.py).
+    - `divided`: products whose result is split by columns, with at least `least_rows` rows.
     """
 
     attention: Types = NONE
@@ -57,8 +57,9 @@ HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT
 #   with a bias and a Gelu that are fused then. Fewer rows were not measured.
 # ONNX's own Attention is slower than MultiHeadAttention: on an H200, a step of Flux takes 79 ms instead of 70, and
 # one of SDXL, with heads of 64, 469 ms instead of 48.5. Caches of attention with a softcap were not measured. They
-# are in place since only then tokens can be replayed. In single precision there is no such kernel: it is written out
-# (lowering/written_attention.py), and a token of 8 layers of 2,048 takes 2.1 ms on an H200, and 4.4 without.
+# are in place because only then tokens can be replayed. GroupQueryAttention has no CUDA kernel in single precision, so
+# it is decomposed again, with the cache in place (lowering/written_attention.py): a token of 8 layers of 2,048 takes
+# 2.1 ms on an H200, and 4.4 with a concatenated cache.
 ON_GPUS = Gains(
     HALVES,
     1 << 16,
@@ -75,8 +76,8 @@ ON_GPUS = Gains(
 
 # Measured on a CPU core by tests/benchmarks/fused_attention.py. How many times as fast as the decomposed form:
 # - MultiHeadAttention without a bias, which does not write the scores to memory: 1.03 to 1.06 with 512 x 512 scores,
-#   1.1 to 1.4 from 1,024 x 1,024 on, 0.91 to 1.2 with 77 keys. With a bias: 0.97 to 1.04. If it is causal, it
-#   computes all scores too. ONNX's own Attention is as slow as the decomposed form.
+#   1.1 to 1.4 from 1,024 x 1,024 on, 0.91 to 1.2 with 77 keys. With a bias: 0.97 to 1.04. Causal attention saves
+#   nothing: all scores are computed. ONNX's own Attention is as slow as the decomposed form.
 # - Decoders of the tests' sizes with norms and rotary embeddings as operators: 1.05 to 1.2.
 # - Adaptive norms: 1.3 for one image, 0.6 for two.
 # - Attention with a softcap: a prompt of 512 tokens with 16 heads of 64 takes 42 ms, by ONNX's own Attention too, and
@@ -85,19 +86,19 @@ ON_GPUS = Gains(
 # Caches, by tests/benchmarks/cache_in_place.py, with decoders of 12 and 24 layers of 1,024, as transformers' exporter
 # and optimum's write them:
 # - A token after 64, 512 and 2,000 others, in a sequence with a capacity: 1.04 to 1.08, 1.2, and 1.5 to 1.7. With fed
-#   pasts: 1.01 to 1.45. A prompt of 512: 1.00 to 1.12. Two rows of 8 tokens, by their branch: 1.01 to 1.18 after 100,
-#   1.05 to 1.35 after 1,000.
+#   pasts: 1.01 to 1.45. A prompt of 512: 1.00 to 1.12. A batch of 2 with 8 tokens each, by the engine's branch for
+#   such requests (lowering/several_rows.py): 1.01 to 1.18 after 100 tokens, 1.05 to 1.35 after 1,000.
 # - Caches of 2,048 rows of 4 x 64 or 8 x 128 numbers that are written by index: a token takes 0.15 or 0.94 ms with
-#   transposed axes, and 0.01 or 0.02 ms without. A prompt of 512 takes 0.15 or 1.3 ms, and 0.4 or 3.1 ms, some
-#   hundredths of its layer's time.
+#   transposes, and 0.01 or 0.02 ms by ScatterElements. A prompt of 512 takes 0.15 or 1.3 ms with transposes, and 0.4
+#   or 3.1 ms without: some hundredths of its layer's time.
 # Half precision was not measured on CPUs.
 ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES, capped=False, scattered=SINGLES)
 
 
 def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:
-    """Where fused operators are faster for an engine on these devices; None if nowhere.
+    """Where fused operators are faster for an engine on these devices; None if splitc does not fuse for it.
 
-    ONNX Runtime itself fuses the patterns of few exporters. TensorRT fuses most.
+    ONNX Runtime recognizes the patterns of few exporters, so splitc fuses for it. TensorRT fuses most by itself.
     """
     kinds = {device.kind for device in devices}
     if engine != ONNXRUNTIME or len(kinds) != 1:

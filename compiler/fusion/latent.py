@@ -1,10 +1,10 @@
-"""Multi-head latent attention, computed on its cached latents.
+"""Computes multi-head latent attention on its cached latents, by absorbed projections.
 
 Multi-head latent attention (DeepSeek-V2, 2024) caches one narrow vector, the latent, for each token. A product projects
-it to all heads' keys and values. Exporters project all tokens in each request. But q (W C) is (q W) C, and the weighted
-sum of C W is the weighted sum of C, times W. So the queries and the results are projected instead, which are as many as
-the new tokens. The paper calls such projections absorbed. A part of the keys that all heads share, such as the one with
-positions, is multiplied as it is.
+it to all heads' keys and values. Exporters project all cached tokens in each request. But q (W C) is (q W) C, and the
+weighted sum of C W is the weighted sum of C, times W. So the queries and the results are projected instead, only those
+of new tokens: the paper calls the projections absorbed. A part of the keys that all heads share, such as the one with
+rotary embedding, is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
-from splitc.compiler.fusion.cache import Held
+from splitc.compiler.fusion.cache import Caches
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
-from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, seen_through_merged
+from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "FusedMatMul"
-# What may stand between the product and the attention.
+# Operators that may stand between the projection and the attention.
 PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand", "Identity"}
 
 
 @dataclass(frozen=True)
 class Projected:
-    """Keys or values: `latent` times `columns` of each head's part of `weight`, [rank, heads x width].
+    """Keys or values: `latent` times some `columns` of each head in `weight` [rank, heads x width].
 
-    These are its axis 1, or 0 if a Transpose is between.
+    `axis` is the weight's axis of columns: 1, or 0 if a Transpose follows the weight.
     """
 
     latent: ir.Value
@@ -55,9 +55,10 @@ class Projected:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """An attention whose `values`, and some `parts` of whose keys, are projected from a latent of this `rank`.
+    """An attention whose `values`, and some `parts` of its keys, are projected from a latent of `rank` numbers.
 
-    The other parts are values [batch, 1, all, size] that all heads share. Scores are scaled by `factor`.
+    The other parts of the keys are [batch, 1, all, size], shared by all heads. `sizes` are the head sizes of the parts.
+    Scores are scaled by `factor`.
     """
 
     attention: Attention
@@ -73,18 +74,18 @@ class LatentAttention:
         return self.values.latent
 
     def gains(self, new: int) -> bool:
-        """Whether absorbed projections take fewer operations for so many `new` tokens, as the cache grows."""
+        """Whether absorbed projections take fewer operations for `new` tokens after a long cache."""
         projected = [*(part for part in self.parts if isinstance(part, Projected)), self.values]
         width = sum(part.size for part in projected)
         return self.rank * width > new * (len(projected) * self.rank - width)
 
 
-def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttention | None:
-    """The latent, one of the caches `held`, that keys and values are projected from; None if there is none."""
-    keys = seen_through_merged(attention.keys.swapped(), sizes, scaled=True)
-    query = seen_through_merged(attention.query, sizes, scaled=True)
-    values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
-    if values is None or values.latent not in held or len(keys.axes) != 4 or len(query.axes) != 4:
+def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAttention | None:
+    """The attention with the cached latent that its keys and values are projected from; None if there is none."""
+    keys = traced_back_merged(attention.keys.swapped(), sizes, scaled=True)
+    query = traced_back_merged(attention.query, sizes, scaled=True)
+    values = _projected(traced_back_merged(attention.values, sizes, scaled=False), sizes)
+    if values is None or values.latent not in caches or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
     node = made_by(keys.value, "Concat")
     joined_parts = [keys.value] if node is None else node.inputs
@@ -109,30 +110,31 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     """A part of the keys: one that is projected from a latent, or one that all heads share, [batch, 1, all, size]."""
     if (projected := _projected(operand, sizes)) is not None:
         return projected
-    seen = seen_through(operand, scaled=False)
-    if (source := value_before(seen.value, "Expand")) is not None:
-        seen = Operand(source, seen.axes)
-    own = sizes.of(seen.value)
-    return seen.value if own is not None and len(own) == 4 and seen.is_value and own[1] == ONE else None
+    traced = traced_back(operand, scaled=False)
+    if (source := value_before(traced.value, "Expand")) is not None:
+        traced = Operand(source, traced.axes)
+    own = sizes.of(traced.value)
+    return traced.value if own is not None and len(own) == 4 and traced.is_value and own[1] == ONE else None
 
 
 def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
-    """The projection that makes heads [batch, heads, rows, size] of a latent; None if there is none."""
-    seen = seen_through(operand, scaled=False)
-    start, own = 0, sizes.axes(seen.value)
-    if own is None or len(own) != 4 or len(seen.axes) != 4:
+    """The projection of a latent to heads [batch, heads, rows, size]; None if the operand is none."""
+    traced = traced_back(operand, scaled=False)
+    start, own = 0, sizes.axes(traced.value)
+    if own is None or len(own) != 4 or len(traced.axes) != 4:
         return None
-    size = own[seen.axes[-1]].fixed
-    node = made_by(seen.value, "Split")
+    size = own[traced.axes[-1]].fixed
+    node = made_by(traced.value, "Split")
     if node is not None and node.inputs[0] is not None:
-        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(seen.value)]]
-        counts = [axes[seen.axes[-1]].fixed for axes in before if axes is not None]
-        if node.attributes.get_int("axis", 0) not in (seen.axes[-1], seen.axes[-1] - 4) or len(counts) != len(before):
+        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(traced.value)]]
+        counts = [axes[traced.axes[-1]].fixed for axes in before if axes is not None]
+        is_last = node.attributes.get_int("axis", 0) in (traced.axes[-1], traced.axes[-1] - 4)
+        if not is_last or len(counts) != len(before):
             return None
         start = sum(count or 0 for count in counts)
-        seen = seen_through(Operand(node.inputs[0], seen.axes), scaled=False)
-    divided, product = sizes.of(seen.value), made_by(value_before(seen.value, *VIEWS), "MatMul")
-    if seen.axes != SWAP_HEADS or divided is None or product is None or size is None:
+        traced = traced_back(Operand(node.inputs[0], traced.axes), scaled=False)
+    divided, product = sizes.of(traced.value), made_by(value_before(traced.value, *VIEWS), "MatMul")
+    if traced.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None
     latent, weight = product.inputs
     made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)
@@ -154,7 +156,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     attention = latent.attention
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
-        raise NotFusedError("its scores are not only scaled and masked (softcap, sinks or shared heads)")
+        raise NotFusedError("its scores are not only scaled and masked (it has a softcap, sinks or shared key heads)")
     shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
@@ -180,7 +182,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
 
 
 def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Iterator[ir.Value]:
-    """The values between the projections and the attention. Raises NotFusedError if they have other readers."""
+    """The values from the projections to the attention. Raises NotFusedError if anything else reads them."""
     projected = [*(part for part in latent.parts if isinstance(part, Projected)), latent.values]
     pending = [value for one in projected for value in one.product.outputs]
     seen = set[ir.Value]()
@@ -200,7 +202,7 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
     """The attention's result, [batch, heads, length, value size]."""
     attention, frame, work = latent.attention, writing.frame, writing.work
     query, rank = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank)
-    # All heads' queries are one factor of a product, which reads the latent once.
+    # The queries of all heads are rows of one matrix, so that each product reads the latent once.
     rows = [frame.batch, fixed_axis(1), joined([frame.heads, frame.length])]
     like, shared = latent.query.value, _with_heads(latent.latent, work)
     summands = []
@@ -209,18 +211,18 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
         if isinstance(part, Projected):
             weight = _by_heads(part, heads, True, work.editor)
             asked = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
-        asked = work.viewed(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
+        asked = work.reshape(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
         how = {"transB": 1, "alpha": latent.factor}
         scores = work.add(f"scores{number}", OPERATOR, [asked, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
         summands.append(scores)
     total = reduce(lambda a, b: work.add("scores", "Add", [a, b], like, [*rows, frame.all]), summands)
-    total = work.viewed(total, [*query, frame.all], "scores_by_heads")
+    total = work.reshape(total, [*query, frame.all], "scores_by_heads")
     if attention.biases:
         total = work.add("biased", "Add", [total, write_bias(attention, frame, work)], like, [*query, frame.all])
     weights = writing.guarded(work.add("weights", "Softmax", [total], like, [*query, frame.all], axis=-1))
-    weights = work.viewed(weights, [*rows, frame.all], "weights_rows")
+    weights = work.reshape(weights, [*rows, frame.all], "weights_rows")
     weighed = work.add("weighed", "MatMul", [weights, shared], like, [*rows, rank])
-    weighed = work.viewed(weighed, [*query, rank], "weighed_by_heads")
+    weighed = work.reshape(weighed, [*query, rank], "weighed_by_heads")
     weight = _by_heads(latent.values, heads, False, work.editor)
     made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
     made = writing.blanked(made)
@@ -230,7 +232,7 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
 def _with_heads(value: ir.Value, work: Writer) -> ir.Value:
     """A latent as [batch, 1, all, rank]."""
     axes = work.axes(value)
-    return value if len(axes) == 4 else work.viewed(value, [axes[0], fixed_axis(1), *axes[1:]], "latent")
+    return value if len(axes) == 4 else work.reshape(value, [axes[0], fixed_axis(1), *axes[1:]], "latent")
 
 
 def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir.Value]:
@@ -241,8 +243,8 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     if node is not None and node.attributes.get_int("axis", 0) in (last, last - 4):
         parts = [value for value in node.inputs if value is not None]
         if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
-            return [work.ordered(Operand(value, query.axes), "query") for value in parts]
-    value = work.ordered(query, "query")
+            return [work.transpose(Operand(value, query.axes), "query") for value in parts]
+    value = work.transpose(query, "query")
     if len(latent.parts) == 1:
         return [value]
     made = []
@@ -253,15 +255,15 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     return made
 
 
-def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
-    """A projection's weight, as one matrix for each head."""
+def _by_heads(part: Projected, heads: int, transposed: bool, editor: Editor) -> ir.Value:
+    """A projection's weight as [heads, rank, columns]; `transposed`: [heads, columns, rank]."""
     tensor, columns = tensor_of(part.weight), part.columns
     rows, count = int(tensor.shape.numpy()[1 - part.axis]), columns.stop - columns.start
 
     def chosen(array: Array) -> Array:
         matrix = array if part.axis == 1 else array.T
         by_heads = matrix.reshape(rows, heads, -1)[:, :, columns]
-        return np.transpose(by_heads, (1, 2, 0) if turned else (1, 0, 2))
+        return np.transpose(by_heads, (1, 2, 0) if transposed else (1, 0, 2))
 
-    shape = [heads, count, rows] if turned else [heads, rows, count]
+    shape = [heads, count, rows] if transposed else [heads, rows, count]
     return editor.weight(computed(tensor, shape, f"{part.weight.name}[{columns.start}:{columns.stop}]", chosen))

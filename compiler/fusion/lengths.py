@@ -1,10 +1,10 @@
-"""How many rows of a cache are filled: with room behind them, its own size no longer says it.
+"""Adds inputs for the lengths of caches: a cache with spare capacity no longer has its length as its size.
 
-It is the size of an input of its own, [rows, 0], which the runtime feeds and a caller does not see. So it is a size as
-any other: what follows from it is known wherever sizes are.
+The length is the size of an added input [length, 0], which the runtime feeds and a caller does not see. So it is a
+dynamic size as any other, and shape inference knows what follows from it.
 
-On GPUs, another such input says how much room there is, [rows, 0], and what is added to the scores is as long. All that
-follows from the rows filled is then computed before the ranks (preamble.py), so that these see the same sizes in each
+On GPUs, a second input [capacity, 0] has the caches' capacity as its size, and the bias of the scores is as long. All
+that depends on the length is then computed before the ranks (preamble.py), so that these see the same sizes in each
 request, and replay it.
 """
 
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import given_sizes
-from splitc.compiler.frontend.room import give_room, is_to_say_a_size
+from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
@@ -27,28 +27,33 @@ from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.package.states import Length
 
-# What the input is called. A model's own names that begin so get another end.
+# The name of the input for the length; with a number behind it if the model has that name.
 NAME = "splitc.past"
-# What the input for the room is called.
+# The name of the input for the capacity.
 ROOM = "splitc.room"
-# What sets the probe of the room apart from other sizes.
+# Added to the capacity's probe size, so that it differs from other sizes.
 APART = 1009
-# Marks attentions that take several rows with several tokens after cached ones by a branch (lowering/several_rows.py),
-# with the input for the caches' length, in the nodes' metadata; and the most nodes that a branch has, as a rule.
+# GroupQueryAttention takes no batch of several tokens each after cached ones: for these there is a branch, which
+# lowering/several_rows.py adds. This key of a node's metadata asks for it; its value is the input for the length.
+# BRANCH_NODES is the most nodes that a branch usually has.
 SEVERAL_ROWS, BRANCH_NODES = "splitc.several_rows", 44
-# From this opset on, there are the operators of such a branch.
+# The first opset that has all operators of such a branch.
 OPSET = 12
 
 
 @dataclass(frozen=True)
 class Filled:
-    """The filled rows of caches that are as long: an input of `past` rows, and the axes that a request makes of them.
+    """The filled rows of caches of the same length, and the values that GroupQueryAttention takes them by.
 
-    `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `total` is the
-    latter as the operator takes it, and `lasts` the last of them for each row of the batch. `step` is how many it adds:
-    a number, or the axis of an input that has as many. With a `room`, of which `rows` is a list, `total` is as large:
-    the operator's bias has that length. The operator takes no requests of `several` rows with several tokens: where
-    there is no room, engines have a branch for them.
+    - `input`: the added input, whose first axis `past` is the length before the request. `all` is that after it.
+    - `before`, `after`: both lengths as values of one int64.
+    - `step`: how many rows a request adds: a number, or the input's name and axis that has this size.
+    - `room`: the added input for the capacity; None without one. `rows` is its size as a value.
+    - `total`: the operator's total_sequence_length, the length after the request, or the capacity if there is a `room`:
+      the operator's bias is as long.
+    - `lasts`: its seqlens_k, the index of the last filled row, for each row of the batch.
+    - `several`: a request may have several rows of several tokens, which the operator can't run after cached ones.
+      Without a `room`, engines have a branch for them.
     """
 
     input: ir.Value
@@ -71,11 +76,11 @@ class Filled:
 
     @property
     def known(self) -> Mapping[Size, ir.Value]:
-        """The lists by the sizes that they say."""
+        """The values `before` and `after`, by the sizes that they hold."""
         return {self.past.size: self.before, self.all.size: self.after}
 
     def entry(self, pasts: Iterable[str]) -> Length:
-        """What the runtime is told."""
+        """The manifest's entry. `pasts` are the names of the caches' inputs."""
         return Length(
             input=self.input.name or "",
             states=list(pasts),
@@ -89,11 +94,11 @@ class Filled:
 
     @property
     def inputs(self) -> list[ir.Value]:
-        """The inputs that the model does not have."""
+        """The added inputs."""
         return [self.input, *([] if self.room is None else [self.room])]
 
     def with_room(self, bias: ir.Value, work: Writer) -> ir.Value:
-        """What is added to scores [batch, heads, length, all], with zeros behind it, as long as the room."""
+        """A bias [batch, heads, length, all], padded with zeros to the capacity; unchanged without a capacity."""
         if self.room is None or self.rows is None:
             return bias
         zeros = work.editor.constant(np.zeros(7, np.int64))
@@ -103,7 +108,7 @@ class Filled:
 
 
 class Lengths:
-    """The inputs for the lengths of a graph's caches: one for all that are as long."""
+    """The inputs for the lengths of a graph's caches: one for all caches of the same length."""
 
     def __init__(
         self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str], has_room: bool
@@ -111,7 +116,7 @@ class Lengths:
         self._editor, self._sizes, self._kept, self._has_room = editor, sizes, states, has_room
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
-        # Pasts may have room behind their rows, and so say no size.
+        # The size of a past may be its capacity, so no size is read off it.
         known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
         self.read: tuple[ir.Value, ...] = tuple(known)
 
@@ -121,7 +126,10 @@ class Lengths:
         return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
 
     def of(self, cache: Cache) -> Filled:
-        """The filled rows of a cache. Raises NotFusedError if no input says how many a request adds."""
+        """The filled rows of a cache.
+
+        Raises NotFusedError if its length equals another size, or no input has as many elements as a request adds.
+        """
         past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
         if past is None or new is None or present is None or not self._sizes.differ:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
@@ -139,15 +147,15 @@ class Lengths:
         several = tokens.fixed != 1 and new[0].fixed != 1
         if several and graph.opset_imports.get("", 1) < OPSET:
             raise NotFusedError(
-                f"the model's opset is below {OPSET}, whose operators a batch would need: export it with a later one"
+                f"the model's opset is below {OPSET}, whose operators a batch needs: export it with a later opset"
             )
         if step is None:
             raise NotFusedError("no axis of an input is the number of tokens that a request adds to its cache")
         name = unused_name(NAME, self._sizes.shapes)
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
-        is_to_say_a_size(value)
-        # A symbol that is a number may have any size, and is taken for the number where sizes are planned.
+        mark_for_its_size(value)
+        # With a batch the second axis is dynamic, but 0 where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
         room = self._add_room(total) if self._has_room else None
@@ -167,19 +175,19 @@ class Lengths:
         return Filled(value, past, total, before, after, filled, lasts, work, step, several, room, rows)
 
     def _add_room(self, total: Axis) -> ir.Value:
-        """The input for the room, which is as large as what is filled where sizes are planned."""
+        """The input for the capacity, which equals the filled length where sizes are planned."""
         name = unused_name(ROOM, self._sizes.shapes)
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
-        is_to_say_a_size(room)
+        mark_for_its_size(room)
         planned, probe = total.size
-        # A symbol is an expression, in which a prime can't be.
+        # onnx_ir parses symbols as expressions, which can't contain a prime.
         symbol = ir.SymbolicDim(name.replace("'", "_"))
         self._sizes.put(room, [Axis((planned, probe + APART * (1 + len(self._filled))), symbol), fixed_axis(0)])
         return room
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
-        """The first axis that has this size, of an input that each request gives."""
+        """The name and axis of the first input, other than a state, that has this size; None if there is none."""
         for value in (value for value in self.read if value.name not in self._kept):
             for place, own in enumerate(self._sizes.axes(value) or ()):
                 if own.size == axis.size:
@@ -187,12 +195,12 @@ class Lengths:
         return None
 
     def writer(self, at: ir.Node, *filled: Filled) -> Writer:
-        """Writes sizes at a node that only inputs are known to come before."""
+        """A writer of nodes before `at` that reads sizes off inputs, and off the lengths in `filled`."""
         known = {size: value for one in filled for size, value in one.known.items()}
         return Writer(at, at.outputs[0].name or "", self.read, self._editor, self._sizes, known=known)
 
     def rewrite_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
-        """Nodes that read sizes of these values get them from elsewhere."""
+        """Make nodes that read sizes of these values read them off inputs instead."""
         for value in values:
             for node in size_readers(value):
                 axes = sizes_read(node, self._sizes)
@@ -201,24 +209,24 @@ class Lengths:
                 node.outputs[0].replace_all_uses_with(sizes)
 
     def check_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
-        """Raise NotFusedError if `rewrite_sizes` can't."""
+        """Raise NotFusedError if `rewrite_sizes` would find no input with such a size."""
         for value in values:
             for node in size_readers(value):
                 axes = sizes_read(node, self._sizes)
                 if node.outputs[0].is_graph_output() or not axes:
                     raise NotFusedError("a node reads the shape of its cache in a way that splitc does not know")
                 if not all(map(self.writer(node, filled).has, axes)):
-                    raise NotFusedError("a node reads a size off its cache that no input has")
+                    raise NotFusedError("a node reads a size of its cache that no input has")
 
     def are_in_place(self, caches: Iterable[Cache], filled: Filled) -> None:
-        """Note the caches that have this length."""
+        """Record that these caches, of this length, are written in place now."""
         names = self._states.setdefault(filled.input.name or "", [])
         for cache in caches:
             names.append(cache.past.name or "")
-            give_room(cache.past, ROWS)
+            mark_fused_cache(cache.past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
-        """What the runtime is told. Inputs for caches that are none in place are removed."""
+        """The manifest's entries. Added inputs that no fused cache needs are removed."""
         for filled in self._filled.values():
             if not self._states.get(filled.input.name or ""):
                 filled.work.undo()
@@ -227,16 +235,16 @@ class Lengths:
 
 
 def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:
-    """A number of rows as the operator takes it, and the last one filled for each row of the batch."""
+    """The operator's total_sequence_length (`counted`), and its seqlens_k from the length `after` the request."""
     total = work.integers("total", "Cast", [counted], 1, to=ir.DataType.INT32)
     filled = total if counted is after else work.integers("filled", "Cast", [after], 1, to=ir.DataType.INT32)
     for value in (total, filled):
         value.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
-    return total, work.expanded(last, [batch], "lasts")
+    return total, work.expand(last, [batch], "lasts")
 
 
 def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:
-    """The axes whose sizes a Shape gives; None if they are not known."""
+    """The axes whose sizes a Shape returns; None if they are not known."""
     axes = None if node.inputs[0] is None else sizes.axes(node.inputs[0])
     return None if axes is None else given_sizes(node, axes)

@@ -1,8 +1,8 @@
-"""Masks that requests may leave out: biases that only attention reads, the same for all heads.
+"""Finds masks that requests may omit: biases [batch, 1, length, all] that only attention reads.
 
 On GPUs, attention with a cache is slower with a bias: ONNX Runtime then has no kernel that reads only the filled rows,
-and repeats keys and values for each group of heads, over the whole room. In most requests the mask hides nothing but
-later tokens, which causal attention hides by itself.
+and copies keys and values for each query head, over the whole capacity. In most requests the mask hides only later
+tokens, which causal attention does without a mask.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.softmax import without_nan
 
-# The places of the operator's inputs: the keys of the past, and what is added to the scores.
+# Indices of GroupQueryAttention's inputs: past_key and attention_bias.
 PAST, BIAS = 3, 10
-# The place of what a Where keeps where its condition does not hold.
+# The index of a Where's input for elements whose condition is false.
 KEPT = 2
 
 
 def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
-    """The masks among a preamble's outputs, each with the length input of the caches that its attentions read."""
+    """The masks among a preamble's outputs, by name, each with the input for the length of its attentions' caches."""
     masks: dict[str, str] = {}
     for value in made:
         axes, readers = sizes.axes(value), list(biased(value))
@@ -39,7 +39,7 @@ def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes)
 
 
 def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
-    """The preamble's outputs that only say which rows are blank behind attentions with one of the masks."""
+    """The preamble's outputs that are only read to set entirely masked rows of attention with these masks to zero."""
     return [
         value.name or ""
         for value in made
@@ -48,12 +48,12 @@ def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
 
 
 def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
-    """Whether a node sets these rows of an attention's result to zero."""
+    """Whether a node sets these rows of such an attention's result to zero."""
     if not is_onnx(node, "Where") or node.inputs[0] is not rows or constant(node.inputs[1]) != 0.0:
         return False
     kept = node.inputs[KEPT]
     above = None if kept is None else kept.producer()
-    if is_onnx(above, "Where"):  # zeros for its NaN
+    if is_onnx(above, "Where"):  # it replaces NaN by zeros
         kept = above.inputs[KEPT]
         above = above if kept is None or without_nan(kept) is not above.outputs[0] else kept.producer()
     if above is None or (above.op_type, above.domain) != (OPERATOR, DOMAIN) or len(above.inputs) <= BIAS:
@@ -63,7 +63,7 @@ def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
 
 
 def biased(value: ir.Value) -> Iterator[ir.Node | None]:
-    """The attentions that add a value to their scores and are not causal themselves; None for each other reader."""
+    """The GroupQueryAttentions, not causal, whose bias is a value; None for each other reader of the value."""
     for node, place in value.uses():
         is_bias = (node.op_type, node.domain, place) == (OPERATOR, DOMAIN, BIAS)
         yield node if is_bias and not node.attributes.get_int("causal", 1) else None

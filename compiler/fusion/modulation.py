@@ -1,8 +1,8 @@
-"""Fuses a LayerNorm with the computed scale and shift behind it.
+"""Fuses adaptive LayerNorm: a LayerNorm with the computed scale and shift that follow it.
 
-Image transformers have it (adaptive LayerNorm, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale and
-a shift for each image. LayerNormalization takes both as [batch or 1, 1, size], and reads its input once. In half
-precision, the norm or all of it may be written in single precision between casts.
+Diffusion transformers have it (adaLN, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale and a shift
+for each image. LayerNormalization takes both as [batch or 1, 1, size], and reads x once. In float16 models, the norm,
+or all of the pattern, may be computed in float32 between casts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import cast_to_halves, halves_of
+from splitc.compiler.fusion.norm import float16_result, float16_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -27,7 +27,7 @@ OPERATOR = "LayerNormalization"
 class Modulation:
     """`norm`, a LayerNorm of `data`, times `scale`, plus `shift`.
 
-    `own` are the norm's weights and bias: None for weights of one, and for no bias.
+    `own` are the LayerNorm's weights and bias: None for weights that are all 1, and for a bias of 0 or none.
     """
 
     norm: ir.Node
@@ -39,22 +39,19 @@ class Modulation:
 
 
 def find_modulation(norm: ir.Node) -> Modulation | None:
-    """The modulation of a norm; None if there is none.
-
-    Raises NotFusedError for a form that the operator does not have.
-    """
+    """The modulation that follows a LayerNorm; None if there is none, or its scale or shift is constant."""
     if not is_onnx(norm, OPERATOR) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
-    halves = None if data is None else halves_of(data)
-    if halves is not None and (narrow := cast_to_halves(normal)) is not None:
+    halves = None if data is None else float16_source(data)
+    if halves is not None and (narrow := float16_result(normal)) is not None:
         data, normal = halves, narrow
     product = combined(normal, "Mul")
     total = product and combined(product[1], "Add")
     if data is None or not product or not total:
         return None
     (scale, _), (shift, output) = product, total
-    if halves is not None and data is not halves and (narrow := cast_to_halves(output)) is not None:
+    if halves is not None and data is not halves and (narrow := float16_result(output)) is not None:
         data, output = halves, narrow
     if scale.const_value is not None or shift.const_value is not None:
         return None
@@ -67,7 +64,7 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
 
 
 def _is_all(value: ir.Value, number: float) -> bool:
-    """Whether all elements of a weight are this number, and no request overrides it."""
+    """Whether all elements of a weight are this number, and requests can't override it."""
     if value.const_value is None or source_of(value) is not None:
         return False
     return bool(np.all(value.const_value.numpy() == number))
@@ -89,7 +86,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     row = _row(modulation, axes, sizes)
     work = Writer.of(output, (data,), editor, sizes)
     scale, shift = (
-        work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
+        work.reshape(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
     scale, shift = _with_own(modulation, scale, shift, work)
@@ -99,7 +96,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
 
 
 def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Writer) -> tuple[ir.Value, ir.Value]:
-    """Scale and shift with the norm's own: (x w + b) s + t is x (w s) + (b s + t)."""
+    """Scale and shift, merged with the norm's weights and bias: (x w + b) s + t is x (w s) + (b s + t)."""
     weights, bias = (
         value if value is None or value.dtype == scale.dtype else work.cast(value, scale, f"{role}_cast")
         for role, value in (("weights", modulation.own[0]), ("bias", modulation.own[1]))
@@ -114,7 +111,7 @@ def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Wr
 
 
 def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:
-    """The three axes of scale and shift. Raises NotFusedError if they have others."""
+    """The axes [batch or 1, 1, size] of scale and shift. Raises NotFusedError if they have others."""
     made, first = [], fixed_axis(1)
     for value in (modulation.scale, modulation.shift):
         own = sizes.axes(value)

@@ -1,7 +1,7 @@
-"""Writes attention as ONNX Runtime's operator MultiHeadAttention, which has kernels on CPUs and on CUDA.
+"""Writes attention as ONNX Runtime's operator MultiHeadAttention, which has kernels for CPUs and for CUDA.
 
-It takes queries [batch, length, heads x size], keys and values likewise, or both as [batch, heads, all, size], and a
-bias [batch or 1, heads or 1, length, all]. Its result is [batch, length, heads x value size]. See
+Its inputs are queries [batch, length, heads x size], keys and values [batch, all, heads x size] or [batch, heads, all,
+size], and a bias [batch or 1, heads or 1, length, all]. Its output is [batch, length, heads x value size]. See
 com.microsoft.MultiHeadAttention in ONNX Runtime's ContribOperators.md.
 """
 
@@ -17,33 +17,33 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
-# The order of four axes in which heads and lengths have changed places.
+# Transposes [batch, heads, length, size] to [batch, length, heads, size], and back.
 SWAP_HEADS = (0, 2, 1, 3)
 
 
 def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:
-    """Replace an attention by the operator, in place. `sizes` get those of new values.
+    """Replace an attention by the operator, in place. The sizes of new values are added to `sizes`.
 
-    Raises NotFusedError if the operator can't express it, or if heads are larger than the `largest`; then nothing is
-    changed.
+    Raises NotFusedError if the operator can't express the attention, or if its heads are larger than `largest`; then
+    nothing is changed.
     """
     if attention.softcap:
         raise NotFusedError("the operator has no softcap (Tanh)")
     if attention.sinks is not None:
         raise NotFusedError("the operator takes no attention sinks")
     if attention.groups != 1:
-        raise NotFusedError("its query heads share key heads, which the operator can't do")
+        raise NotFusedError("its query heads share key heads, which the operator does not support")
     if attention.keys.value.producer() is attention.output.producer():
-        raise NotFusedError("it appends to its cache itself")
-    seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
-    before = unmerged(seen[0], sizes, scaled=True)
-    # Inputs come last: what reads them needs them on each device.
-    sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
+        raise NotFusedError("it is an operator that appends to its cache itself")
+    traced = [traced_back_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
+    before = unmerged(traced[0], sizes, scaled=True)
+    # Sizes are preferably read off other values: an input whose size is read has to be on each device.
+    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *editor.graph.inputs]
     work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
@@ -57,7 +57,7 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
 
 
 def check_attention(attention: Attention, work: Writer) -> Frame:
-    """The frame of an attention that the operator can express. Raises NotFusedError if there is none."""
+    """The axes of an attention. Raises NotFusedError if no fused operator can express the attention."""
     dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
     if len(dtypes) > 1 or attention.output.dtype is None:
         raise NotFusedError("its queries, keys and values differ in type")
@@ -74,7 +74,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
 
 
 def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
-    """Raise NotFusedError if a scale of scores can't be applied to queries instead."""
+    """Raise NotFusedError if a scale of the scores can't be applied to the queries instead."""
     own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("the shape of its scores' scale is not known")
@@ -86,30 +86,30 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
 
 
 def _rewrite_sizes(attention: Attention, work: Writer) -> None:
-    """Read sizes of scores off queries and keys: else all scores would be computed for their sizes."""
+    """Read sizes of the scores off queries and keys, so that the decomposed scores are not computed for them."""
     for value in (*attention.passed, attention.output):
         for node in size_readers(value):
             axes = work.sizes.axes(value)
             if node.attributes or axes is None or not all(map(work.has, axes)):
-                continue  # of the output: it stays
+                continue  # it reads the output, which stays
             sizes = replace(work, at=node).list_of(axes, "scores")
             node.outputs[0].replace_all_uses_with(sizes, replace_graph_outputs=False)
 
 
 @dataclass(frozen=True)
 class Writing:
-    """Writes an operator in the frame of an attention that it replaces."""
+    """Adds the operator that replaces an attention, and the nodes around it that adapt its inputs and its output."""
 
     attention: Attention
     frame: Frame
     work: Writer
 
     def rows(self) -> ir.Value:
-        """The operator and its inputs: [batch, length, heads x value size]."""
+        """Add MultiHeadAttention and its inputs. Returns [batch, length, heads x value size]."""
         attention, frame, work = self.attention, self.frame, self.work
         query = self._query()
-        keys = self._fitted(self._seen(attention.keys.swapped()), frame.leading, "keys")
-        values = self._fitted(seen_through_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
+        keys = self._fitted(self._traced(attention.keys.swapped()), frame.leading, "keys")
+        values = self._fitted(traced_back_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
         inputs: list[ir.Value | None] = [
             self.merged(query, frame.size, "query"),
@@ -125,25 +125,25 @@ class Writing:
         return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
-        """The queries as [batch, length, heads x size], and a factor that they still have to be multiplied by."""
+        """The queries as [batch, length, heads x size], and a constant factor that is not applied to them yet."""
         query = self._query()
         return self.merged(query, self.frame.size, "query"), query.factor
 
     def _query(self) -> Operand:
-        """The queries in the frame."""
-        return self._fitted(self._scaled(self._seen(self.attention.query)), self.frame.leading, "query")
+        """The queries, with computed scales applied, and leading axes that are separated into batch and heads."""
+        return self._fitted(self._scaled(self._traced(self.attention.query)), self.frame.leading, "query")
 
-    def _seen(self, operand: Operand) -> Operand:
-        return seen_through_merged(operand, self.work.sizes, scaled=True)
+    def _traced(self, operand: Operand) -> Operand:
+        return traced_back_merged(operand, self.work.sizes, scaled=True)
 
     def finished(self, made: ir.Value) -> ir.Value:
-        """The operator's result with blank rows, and zeros for NaN if needed, in the type that is read."""
+        """The operator's result, with zeros for NaN and for entirely masked rows if the model has them, in its type."""
         made = self.blanked(self.guarded(made))
         output = self.attention.output
         return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
 
     def guarded(self, made: ir.Value) -> ir.Value:
-        """A value with zeros for NaN, if the attention has them replaced."""
+        """A value with zeros for NaN, if the model replaces NaN of this attention."""
         work, axes = self.work, self.work.axes(made)
         if not self.attention.guarded:
             return made
@@ -152,24 +152,26 @@ class Writing:
         return work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
 
     def blanked(self, made: ir.Value) -> ir.Value:
-        """A value [batch, rows, width] or [batch, heads, rows, size] with its blank rows set to zero."""
+        """A value [batch, rows, width] or [batch, heads, rows, size], with its `blanks` set to zero."""
         work, blanks = self.work, self.attention.blanks
         if blanks is None:
             return made
         rows, axes = blanks.rows, work.axes(made)
         if len(axes) == 3:
             own = work.axes(rows)
-            rows = work.viewed(rows, [own[0], *own[2:]], "blank_rows")
+            rows = work.reshape(rows, [own[0], *own[2:]], "blank_rows")
         return work.add("blanked", "Where", [rows, work.editor.scalar(0.0, made), made], made, axes)
 
     def _scaled(self, query: Operand) -> Operand:
-        """Queries times the computed scales of their scores."""
+        """The queries, multiplied or divided by the computed scales of the scores."""
         for number, scale in enumerate(self.attention.row_scales):
             axes, value = self.work.axes(scale.value), scale.value
             if is_one(axes):
-                value = self.work.viewed(value, [], f"scale{number}")
+                value = self.work.reshape(value, [], f"scale{number}")
             else:
-                query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)
+                query = replace(
+                    as_operand(self.work.transpose(query, "query_ordered"), len(query.axes)), factor=query.factor
+                )
             if value.dtype != query.value.dtype:
                 value = self.work.cast(value, query.value, f"scale{number}_cast")
             operator, like = "Div" if scale.divides else "Mul", query.value
@@ -178,20 +180,20 @@ class Writing:
         return query
 
     def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
-        """An operand [..., rows, size] with exactly the leading axes of the frame."""
+        """An operand [..., rows, size], expanded to `leading` axes, which are split into batch and heads if merged."""
         work, frame = self.work, self.frame
         axes = self._axes(operand)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
-            value = work.expanded(work.ordered(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
-            operand = replace(whole(value, len(axes)), factor=operand.factor)
+            value = work.expand(work.transpose(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
+            operand = replace(as_operand(value, len(axes)), factor=operand.factor)
         if frame.divided(leading) is not None:
             return operand
         before = unmerged(operand, work.sizes, scaled=role != "values")
         if before is not None and frame.divided(self._axes(before)[:-2]) is not None:
             return before
-        value = work.ordered(operand, f"{role}_ordered")
-        value = work.viewed(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
-        return replace(whole(value, 4), factor=operand.factor)
+        value = work.transpose(operand, f"{role}_ordered")
+        value = work.reshape(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
+        return replace(as_operand(value, 4), factor=operand.factor)
 
     def _axes(self, operand: Operand) -> tuple[Axis, ...]:
         axes = axes_of(operand, self.work.sizes)
@@ -206,29 +208,29 @@ class Writing:
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
     def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
-        """An operand as [batch, rows, heads x size], with the frame's fixed number of heads."""
+        """An operand as [batch, rows, heads x size]."""
         rows = self._axes(operand)[-2]
-        value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
+        value = self.work.transpose(self._natural(operand), f"{role}_by_rows")
         width = fixed_axis((self.frame.heads.fixed or 1) * size)
-        return self.work.viewed(value, [self.frame.batch, rows, width], role)
+        return self.work.reshape(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
-        """The values that the operator's result replaces, each with the result along its axes, and their order."""
+        """The values that the operator's result replaces: each with a view of the result, and the view's transpose."""
         attention, frame, work = self.attention, self.frame, self.work
         if attention.is_flat:
             return [(attention.result, made, (0, 1, 2))]
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
         if batch is not None:
-            natural = work.viewed(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
+            natural = work.reshape(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
             count = len(weighed)
             back = (*range(batch), *range(batch + 1, count + 1), batch, count + 1)
             return [(attention.result, natural, tuple(back[axis] for axis in attention.order))]
-        natural = work.viewed(made, [frame.batch, frame.length, frame.heads, size], "divided")
+        natural = work.reshape(made, [frame.batch, frame.length, frame.heads, size], "divided")
         by_heads = [frame.batch, frame.heads, frame.length, size]
-        value = work.ordered(Operand(natural, SWAP_HEADS), "by_heads")
-        merged = work.viewed(value, [*weighed, frame.length, size], "merged")
-        divided = [  # what undoes the merged heads
+        value = work.transpose(Operand(natural, SWAP_HEADS), "by_heads")
+        merged = work.reshape(value, [*weighed, frame.length, size], "merged")
+        divided = [  # reshapes that separate the merged heads again
             (node.outputs[0], natural, SWAP_HEADS)
             for node in dict.fromkeys(node for node, _ in attention.result.uses())
             if is_onnx(node, *VIEWS) and work.has_sizes(node.outputs[0], by_heads)
@@ -236,20 +238,20 @@ class Writing:
         return [*divided, (attention.result, merged, attention.order)]
 
     def _same_views(self, value: ir.Value) -> list[ir.Value]:
-        """A value and its views with the same axes, as torch's exporter writes behind an operator."""
+        """A value, and reshapes of it to the same axes, which torch's exporter adds after an operator."""
         views = [node.outputs[0] for node, _ in value.uses() if is_onnx(node, *VIEWS)]
         own = self.work.sizes.axes(value)
         return [value, *(view for view in views if own is not None and self.work.has_sizes(view, own))]
 
     def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
-        """Replace an old value by a new one with permuted axes. Transposes that undo the order are removed."""
+        """Replace `old` by `natural`, transposed by `order`. Readers that transpose back read `natural` itself."""
         for node in [node for value in self._same_views(old) for node, _ in value.uses()]:
             undone = node.attributes.get_ints("perm", ()) if is_onnx(node, "Transpose") else ()
             fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value
             if fits and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(natural)
-        back = self.work.ordered(Operand(natural, order), "output")
-        if old is self.attention.result or old.is_graph_output():  # it may be an output of the model
+        back = self.work.transpose(Operand(natural, order), "output")
+        if old is self.attention.result or old.is_graph_output():
             self.work.take_place(back, old)
         else:
             old.replace_all_uses_with(back)

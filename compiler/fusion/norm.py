@@ -1,11 +1,10 @@
-"""Fuses decomposed RMSNorm: x / sqrt(mean(x x) + epsilon) x weights, along the last axis.
+"""Fuses decomposed RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) x weights, along the last axis.
 
-ONNX Runtime itself fuses the form that divides by the root. Torch's exporters multiply by the reciprocal, which it
-leaves as six or more nodes, in single precision between casts. A norm may also have no weights, or get them later, for
-several groups at once.
+ONNX Runtime itself fuses the form that divides by the root. Torch's exporters multiply by its reciprocal: ONNX Runtime
+leaves that as six or more nodes, in float32 between casts. A norm may have no weights, or get them after a reshape.
 
-Other norms move from single to half precision, between casts from and to half precision: diffusers norms in single
-precision, the operators compute in it anyway, and they read and write halves.
+Norms in float32 between casts from and to float16, as of diffusers, become norms of float16 values: the kernels compute
+in float32 anyway, and read and write half the bytes. A Transpose before a norm moves behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
+from splitc.compiler.fusion.operand import Operand, as_operand, constant, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
@@ -31,9 +30,9 @@ OPERATOR = "SimplifiedLayerNormalization"
 
 @dataclass(frozen=True)
 class Norm:
-    """`data` divided by the root of the mean of its squares, or multiplied by the reciprocal.
+    """An RMSNorm: `normal` is `data`, divided by the root of the mean square, or multiplied by the reciprocal.
 
-    `weights` are multiplied with that directly, if any are. `output` is the result.
+    `output` is `normal` times `weights`, if there are any.
     """
 
     data: ir.Value
@@ -45,41 +44,41 @@ class Norm:
 
     @property
     def source(self) -> ir.Value:
-        """The data before a cast to single precision, in which the operator computes anyway."""
+        """The data before a cast to float32, in which the operator computes anyway."""
         value = value_before(self.data, "Cast")
         return value if value is not None and value.dtype == self.output.dtype else self.data
 
     @property
     def without_weights(self) -> Norm:
-        """The norm alone."""
+        """The norm without the product with its weights."""
         return replace(self, weights=None, output=self.normal)
 
 
-# Operators that are norms along the last axis, unless their attribute says otherwise.
+# Operators that normalize the last axis, unless their attribute `axis` names another.
 OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
 
 
-def find_turned(norm: ir.Node) -> Operand | None:
-    """The input of a Transpose before a norm that moves other axes than the norm's; None if there is none."""
+def find_transposed(norm: ir.Node) -> Operand | None:
+    """A norm's input before a Transpose that leaves the last axis in place; None if there is no such Transpose."""
     value = norm.inputs[0] if is_onnx(norm, *OPERATORS) else None
     node = made_by(value, "Transpose")
     if value is None or node is None or len(value.uses()) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
-    seen = seen_through(whole(value, rank), scaled=False)
+    traced = traced_back(as_operand(value, rank), scaled=False)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
-    fits = rank and is_last and seen.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
-    return seen if fits else None
+    fits = rank and is_last and traced.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
+    return traced if fits else None
 
 
-def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> None:
-    """Move a Transpose from before a norm to behind it, in place, where it may be fused with what follows."""
-    output, own = norm.outputs[0], sizes.axes(seen.value)
+def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes) -> None:
+    """Move a Transpose from before a norm to behind it, in place, where attention may absorb it."""
+    output, own = norm.outputs[0], sizes.axes(traced.value)
     if sizes.axes(output) is None or own is None:
         raise NotFusedError("its shape is not known")
     work = Writer.of(output, (), editor, sizes)
-    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **settings_of(norm))
-    made = work.ordered(Operand(made, seen.axes), "norm_turned")
+    made = work.add("norm", norm.op_type, [traced.value, *norm.inputs[1:]], output, own, **settings_of(norm))
+    made = work.transpose(Operand(made, traced.axes), "norm_turned")
     work.take_place(made, output)
 
 
@@ -106,7 +105,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
-    """The value that a value is the square of."""
+    """The x of x^2; None for any other value."""
     node = made_by(value, "Mul", "Pow")
     one, other = (None, None) if node is None else node.inputs
     is_square = node is not None and (one is other if node.op_type == "Mul" else constant(other) == 2)
@@ -114,7 +113,7 @@ def _squared(value: ir.Value | None) -> ir.Value | None:
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
-    """The root of a mean plus epsilon, whether it is the reciprocal, and epsilon."""
+    """The root of a mean plus epsilon, or its reciprocal; whether it is the reciprocal; and epsilon."""
     total = only_user(mean, "Add")
     epsilon = None if total is None else constant(total.inputs[1]) or constant(total.inputs[0])
     if total is None or epsilon is None:
@@ -125,14 +124,14 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
     root = only_user(total.outputs[0], "Sqrt")
     if root is None:
         return None
-    turned = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
-    if turned is not None and (turned.op_type == "Reciprocal" or constant(turned.inputs[0]) == 1):
-        return turned.outputs[0], True, epsilon
+    reciprocal = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
+    if reciprocal is not None and (reciprocal.op_type == "Reciprocal" or constant(reciprocal.inputs[0]) == 1):
+        return reciprocal.outputs[0], True, epsilon
     return root.outputs[0], False, epsilon
 
 
 def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | None:
-    """The data that are divided by a root."""
+    """The data divided by the root, or multiplied by its reciprocal; None if the root is used otherwise."""
     node = only_user(root, "Mul" if is_reciprocal else "Div")
     if node is None or set(node.inputs) != {data, root} or (not is_reciprocal and node.inputs[0] is not data):
         return None
@@ -140,25 +139,25 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
 
 
 def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | None]:
-    """The norm times its weights, and the weights, None without any; cast to half precision if that follows.
+    """The norm times its weights, and the weights; the norm itself and None without weights.
 
-    It is not cast again if it was before, which `may_narrow` says.
+    A cast of the product to float16 is included if `may_narrow`: the norm was not cast before.
     """
     product = combined(normal, "Mul")
     if product is None:
         return normal, None
     weights, weighted = product
-    return (cast_to_halves(weighted) or weighted) if may_narrow else weighted, weights
+    return (float16_result(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def cast_to_halves(value: ir.Value) -> ir.Value | None:
-    """The value in half precision that a value is cast to, if that is its only use; None if it is not."""
+def float16_result(value: ir.Value) -> ir.Value | None:
+    """The float16 value that a value is cast to, if that is its only use; else None."""
     cast = only_user(value, "Cast")
     return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
-    """Replace a norm by the operator, in place, with weights of one if it has no row of weights.
+    """Replace a norm by the operator, in place, with weights of 1 if the norm has none of the last axis' shape.
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
@@ -176,25 +175,25 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     if norm.weights is None:
         scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
     else:
-        scale = work.viewed(norm.weights, axes[-1:], "norm_row")
+        scale = work.reshape(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
-    before = before_turn(data, len(axes), sizes)
+    before = before_transpose(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
     made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
-    made = work.ordered(Operand(made, before.axes), "norm_turned")
+    made = work.transpose(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)
 
 
-def before_turn(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
-    """A value before a Transpose of all axes but the last, which may be one with what follows its norm."""
-    seen = seen_through(whole(data, rank), scaled=False)
-    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else whole(data, rank)
+def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
+    """A value before a Transpose that leaves the last axis in place; the value itself if there is none."""
+    traced = traced_back(as_operand(data, rank), scaled=False)
+    return traced if traced.axes[-1] == rank - 1 and sizes.axes(traced.value) is not None else as_operand(data, rank)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a norm's weights are one number for each element of the last axis."""
+    """Whether a norm's weights are a row, with one number for each element of the last axis."""
     weights, output = None if norm.weights is None else sizes.axes(norm.weights), sizes.axes(norm.output)
     if not weights or output is None:
         return False
@@ -204,7 +203,7 @@ def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A `norm` of `data` in half precision, cast to single and back: `output` is the result in half precision."""
+    """A `norm` of float16 `data`, computed in float32 between casts. `output` is the float16 result."""
 
     norm: ir.Node
     data: ir.Value
@@ -213,26 +212,26 @@ class Narrowed:
 
 
 def find_narrowed(norm: ir.Node) -> Narrowed | None:
-    """A norm between casts; None for any other node, and if its weights have more digits than halves."""
+    """A norm between casts; None for any other node, and if float16 can't hold its weights exactly."""
     if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
-    data, output = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), cast_to_halves(norm.outputs[0])
+    data, output = None if norm.inputs[0] is None else float16_source(norm.inputs[0]), float16_result(norm.outputs[0])
     if data is None or output is None:
         return None
     given: Sequence[ir.Value | None] = norm.inputs[1:]
-    if any(value is not None and halves_of(value) is None and not _is_exact(value) for value in given):
+    if any(value is not None and float16_source(value) is None and not _is_exact(value) for value in given):
         return None
     return Narrowed(norm, data, tuple(given), output)
 
 
-def halves_of(value: ir.Value) -> ir.Value | None:
-    """The value in half precision that a value is cast from; None if it is not."""
+def float16_source(value: ir.Value) -> ir.Value | None:
+    """The float16 value that a value is cast from; None if it is not."""
     source = value_before(value, "Cast")
     return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
 
 
 def _is_exact(value: ir.Value) -> bool:
-    """Whether a weight has only numbers that halves have, and no request overrides it."""
+    """Whether float16 holds a weight's numbers exactly, and requests can't override it."""
     if value.const_value is None or source_of(value) is not None:
         return False
     numbers = value.const_value.numpy()
@@ -241,7 +240,7 @@ def _is_exact(value: ir.Value) -> bool:
 
 
 def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
-    """Replace the norm and its casts by the norm of halves, in place.
+    """Replace the norm and its casts by the norm of float16 values, in place.
 
     Raises NotFusedError if sizes are not known.
     """
@@ -250,11 +249,11 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
     if axes is None or sizes.axes(output) is None:
         raise NotFusedError("it has no known sizes")
     work = Writer.of(output, (), editor, sizes)
-    weights = [value if value is None else _in_halves(value, editor) for value in narrowed.weights]
+    weights = [value if value is None else _weight_in_float16(value, editor) for value in narrowed.weights]
     made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
     work.take_place(made, output)
 
 
-def _in_halves(value: ir.Value, editor: Editor) -> ir.Value:
-    """A weight in half precision."""
-    return halves_of(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))
+def _weight_in_float16(value: ir.Value, editor: Editor) -> ir.Value:
+    """A weight in float16."""
+    return float16_source(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))

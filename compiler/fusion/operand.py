@@ -1,4 +1,4 @@
-"""A product's operands, seen through transposes, views and constant factors, which can be applied elsewhere."""
+"""Operands of products, traced back through transposes, reshapes and constant factors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
-# They keep the order of elements, and so only say anew which axes there are.
+# Operators that change a value's shape and keep the order of its elements.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast", "Identity", "Dropout"})
 
 
 @dataclass(frozen=True)
 class Operand:
-    """`factor` x `value`, transposed by `axes`: axis n is axis `axes[n]` of the value."""
+    """`factor` x `value`, transposed: the operand's axis n is axis `axes[n]` of the value."""
 
     value: ir.Value
     axes: tuple[int, ...]
     factor: float = 1.0
 
     def transposed(self, order: Sequence[int]) -> Operand:
-        """With the axes in another order."""
+        """The operand with its axes permuted, as by a Transpose."""
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
     def swapped(self) -> Operand:
-        """With the last two axes swapped."""
+        """The operand with its last two axes swapped."""
         return replace(self, axes=(*self.axes[:-2], self.axes[-1], self.axes[-2]))
 
     @property
@@ -38,24 +38,24 @@ class Operand:
         return self.axes == tuple(range(len(self.axes)))
 
 
-def whole(value: ir.Value, rank: int) -> Operand:
-    """A value with so many axes, not transposed."""
+def as_operand(value: ir.Value, rank: int) -> Operand:
+    """The operand that is a value of this rank, not transposed."""
     return Operand(value, tuple(range(rank)))
 
 
-def in_halves(operand: Operand, scaled: bool) -> Operand | None:
-    """An operand before a cast from half precision; itself if it is in half precision; else None."""
+def in_float16(operand: Operand, scaled: bool) -> Operand | None:
+    """An operand before its cast from float16; the operand itself if it is float16; else None."""
     if operand.value.dtype == ir.DataType.FLOAT16:
         return operand
-    seen = seen_through(operand, scaled)
-    source = value_before(seen.value, "Cast")
-    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(seen, value=source)
+    traced = traced_back(operand, scaled)
+    source = value_before(traced.value, "Cast")
+    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(traced, value=source)
 
 
-def seen_through(operand: Operand, scaled: bool) -> Operand:
-    """An operand in terms of the first value above it that is not made by a Transpose or a constant factor.
+def traced_back(operand: Operand, scaled: bool) -> Operand:
+    """The same operand of an earlier value: the first one above that is no result of a Transpose.
 
-    Only an operand that may be `scaled` is seen through factors.
+    If `scaled`, also no product with a constant: `factor` then includes the constants.
     """
     while (node := operand.value.producer()) is not None and not node.domain:
         source = node.inputs[0] if node.inputs else None
@@ -72,25 +72,25 @@ def seen_through(operand: Operand, scaled: bool) -> Operand:
     return operand
 
 
-def seen_through_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
-    """As `seen_through`, and through merged leading axes around a Transpose of the last two.
+def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
+    """As `traced_back`, and through a Transpose of the last two axes between reshapes that merge leading axes.
 
-    Torch's exporters transpose keys so, for products of values with three axes.
+    Torch's exporters transpose keys so: reshaped to three axes and back.
     """
     while True:
-        operand = seen_through(operand, scaled)
-        before = _before_turn(operand.value, sizes)
+        operand = traced_back(operand, scaled)
+        before = _before_transpose(operand.value, sizes)
         if before is None:
             return operand
         last = len(operand.axes) - 1
-        turned = {last: last - 1, last - 1: last}
-        operand = replace(operand, value=before, axes=tuple(turned.get(axis, axis) for axis in operand.axes))
+        swapped = {last: last - 1, last - 1: last}
+        operand = replace(operand, value=before, axes=tuple(swapped.get(axis, axis) for axis in operand.axes))
 
 
-def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
-    """The value before a view, a transpose of the last two axes and another view; None for any other nodes.
+def _before_transpose(value: ir.Value, sizes: Sizes) -> ir.Value | None:
+    """The value before a Reshape, a Transpose of the last two axes and a Reshape; None for any other nodes.
 
-    The views keep its leading axes.
+    Together they keep its leading axes.
     """
     chain = []
     source: ir.Value | None = value
@@ -111,7 +111,7 @@ def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
 
 
 def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
-    """An operand before a view that merges its leading axes; None if there is no such view."""
+    """An operand before the Reshape that merges its leading axes; None if there is none."""
     rank = len(operand.axes)
     if operand.axes[:-2] != tuple(range(rank - 2)):
         return None
@@ -122,7 +122,7 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
             continue
         more = len(above) - rank
         order = (*range(len(above) - 2), *(axis + more for axis in operand.axes[-2:]))
-        return seen_through(replace(operand, value=value, axes=order), scaled)
+        return traced_back(replace(operand, value=value, axes=order), scaled)
     return None
 
 
@@ -133,7 +133,7 @@ def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
 
 
 def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
-    """The value and the constant number that a Mul or Div scales it by; None for any other node."""
+    """The value that a Mul or Div scales by a constant, and that constant factor; None for any other node."""
     if not is_onnx(node, "Mul", "Div"):
         return None
     one, other = node.inputs
@@ -146,7 +146,7 @@ def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
 
 
 def constant(value: ir.Value | None) -> float | None:
-    """The number of a scalar constant; None for any other value, and for one that requests may override."""
+    """The number of a constant of one element; None for any other value, and for one that requests may override."""
     if value is None or value.const_value is None or value.const_value.size != 1 or source_of(value) is not None:
         return None
     return float(value.const_value.numpy().reshape(()))

@@ -1,4 +1,4 @@
-"""Fuses all but attention: norms, rotary embeddings, modulation, products, slices, and caches written by index."""
+"""Fuses patterns other than attention: norms, rotary embeddings, modulation, products, slices, indexed caches."""
 
 from __future__ import annotations
 
@@ -22,25 +22,33 @@ from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_narrowed, find_norm, find_turned, write_narrowed, write_norm, write_turned
-from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
+from splitc.compiler.fusion.norm import (
+    find_narrowed,
+    find_norm,
+    find_transposed,
+    move_transpose,
+    write_narrowed,
+    write_norm,
+)
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_heads, write_rotary, write_rotary_among
 from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
 from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.split_norms import find_split_norms, write_split_norms
 from splitc.compiler.fusion.tables import Tables
 
-# Returns the operator that it has fused, None if there is nothing to fuse. Raises NotFusedError if it can't be.
+# Fuses a pattern at a node. Returns the operator that replaces it; None if the node is not of that pattern. Raises
+# NotFusedError if the pattern is there and can't be fused.
 Attempt = Callable[[ir.Node], str | None]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tries each pattern at a node, and fuses it where that gains. `states` are names of inputs.
+    """Tries each pattern at a node, and fuses it where the operator is faster. `states` are names of inputs.
 
-    Sizes and tables need all shapes to be inferred, so they are made only where something may be fused.
+    Sizes and tables take a second inference of all shapes, so they are made when a pattern first needs them.
     """
 
     gains: Gains
@@ -57,20 +65,20 @@ class Parts:
 
     @cached_property
     def tables(self) -> Tables:
-        """The tables that the model computes from positions."""
+        """The tables of cosines and sines that the model computes from positions."""
         return self.make_tables()
 
     @property
     def attempts(self) -> tuple[tuple[str, Attempt], ...]:
-        """The function that fuses each kind of pattern."""
+        """The kinds of patterns, each with the function that fuses it."""
         return (
             ("norm", self._norm),
-            ("norm", self._parted_norms),
-            ("norm", self._turned_norm),
+            ("norm", self._split_norms),
+            ("norm", self._transposed_norm),
             ("modulation", self._modulation),
             ("norm", self._narrowed_norm),
             ("rotary", self._rotary),
-            ("rotary", self._turned_rotary),
+            ("rotary", self._moved_rotary),
             ("product", self._divided),
             ("cache", self._scattered),
             ("slices", self._assembled),
@@ -85,17 +93,17 @@ class Parts:
         write_norm(norm, self.editor, self.sizes)
         return NORM
 
-    def _turned_norm(self, norm: ir.Node) -> str | None:
-        """Move a Transpose behind a norm. Returns the norm's operator; None if there is no such Transpose."""
-        seen = find_turned(norm)
-        if seen is None:
+    def _transposed_norm(self, norm: ir.Node) -> str | None:
+        """Move a Transpose from before a norm to behind it. Returns the norm's operator; None if there is none."""
+        traced = find_transposed(norm)
+        if traced is None:
             return None
         check_type(norm.outputs[0], self.gains.parts)
-        write_turned(norm, seen, self.editor, self.sizes)
+        move_transpose(norm, traced, self.editor, self.sizes)
         return norm.op_type
 
     def _narrowed_norm(self, norm: ir.Node) -> str | None:
-        """Norm halves, rather than numbers cast from and to halves. Returns the operator; None for other nodes."""
+        """Compute a norm in float16 that is cast to float32 and back. Returns its operator; None for other nodes."""
         narrowed = find_narrowed(norm)
         if narrowed is None:
             return None
@@ -103,13 +111,13 @@ class Parts:
         write_narrowed(narrowed, self.editor, self.sizes)
         return norm.op_type
 
-    def _parted_norms(self, concat: ir.Node) -> str | None:
-        """Fuse the norms that a node concatenates. Returns their operator; None if there are none."""
-        parted = find_parted_norms(concat)
-        if parted is None:
+    def _split_norms(self, concat: ir.Node) -> str | None:
+        """Fuse the norms of all parts of a Split, whose results a Concat joins. Returns their operator, or None."""
+        norms = find_split_norms(concat)
+        if norms is None:
             return None
-        write_parted_norms(parted, self.editor, self.sizes)
-        return parted.norms[0].op_type
+        write_split_norms(norms, self.editor, self.sizes)
+        return norms.norms[0].op_type
 
     def _modulation(self, node: ir.Node) -> str | None:
         """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
@@ -137,29 +145,29 @@ class Parts:
         write_rotary(rotary, self.editor, self.sizes, self.tables)
         return ROTARY
 
-    def _turned_rotary(self, node: ir.Node) -> str | None:
-        """Write ONNX's operator of whole heads, before their Transpose. Returns it; None if it stays as it is."""
-        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_onnx(node, ROTARY) else None
-        if turned is None:
+    def _moved_rotary(self, node: ir.Node) -> str | None:
+        """Move ONNX's RotaryEmbedding before a Transpose or a Slice of heads. Returns it; None if it stays."""
+        moved = rotary_embedding.find_moved(node, self.sizes, self.tables) if is_onnx(node, ROTARY) else None
+        if moved is None:
             return None
-        check_type(turned.data, self.gains.parts)
-        rotary_embedding.write_turned(node, turned, self.editor, self.sizes)
+        check_type(moved.data, self.gains.parts)
+        rotary_embedding.write_moved(node, moved, self.editor, self.sizes)
         return ROTARY
 
     def _divided(self, product: ir.Node) -> str | None:
-        """Divide a product that is split by columns. Returns its operator; None if there is none."""
+        """Replace a product and the Split of its columns by several products. Returns MatMul; None for other nodes."""
         divided = find_divided(product) if self.gains.divided else None
         if divided is None:
             return None
         check_type(divided.whole, self.gains.divided)
         shape = self.shape_of(divided.whole)
         if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
-            raise NotFusedError("it has too few rows to be faster as several products")
+            raise NotFusedError("it has too few rows for several products to be faster")
         write_divided(divided, self.editor, self.sizes)
         return PRODUCT
 
     def _scattered(self, node: ir.Node) -> str | None:
-        """Write a cache by index along the axis where it is. Returns the operator; None if the node writes no cache."""
+        """Write a cache by index without transposing it. Returns the operator; None if the node writes no cache."""
         scattered = find_scattered(node, self.states if self.gains.scattered else frozenset())
         if scattered is None:
             return None
@@ -168,9 +176,9 @@ class Parts:
         return SCATTERED
 
     def _assembled(self, node: ir.Node) -> str | None:
-        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none.
+        """Replace assignments to slices, of which the node is the last, by a Concat. Returns the operator, or None.
 
-        It is that of a rotary embedding if they are the rotated elements of pairs.
+        If the slices are the rotated elements of pairs, they become a rotary embedding.
         """
         assembled = find_assembled(node, self.sizes, self.tables) if node.op_type == "ScatterND" else None
         if assembled is None:
@@ -183,6 +191,6 @@ class Parts:
 
 
 def check_type(value: ir.Value, types: Types) -> None:
-    """Raise NotFusedError if a value is of another type than these."""
+    """Raise NotFusedError unless a value is of one of these types."""
     if (dtype := value.dtype) not in types:
-        raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
+        raise NotFusedError(f"no fused kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")

@@ -1,8 +1,8 @@
-"""Tells requests whose masks only hide later tokens, and those before a window, without computing the masks.
+"""Finds plain requests: their masks are causal, perhaps with a sliding window, which is known without computing them.
 
-In most requests the inputs that tell tokens from padding are all ones. Then masks follow from the numbers of tokens
-alone, so the compiler can try them. Masks of prompts are large: to compute one on the CPU takes as long as some layers
-on a GPU.
+In most requests the inputs that tell tokens from padding are all ones. Then masks depend on numbers of tokens alone, so
+the compiler can compute some and look at them. Masks of prompts are large: computing one on the CPU takes as long as
+some layers on a GPU.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.requests.preamble import HIDING, is_causal
 
-# Numbers of tokens that masks are tried with: before the request, and in it.
+# Requests that masks are tried with: numbers of cached tokens, and of new ones.
 BEFORE, NEW = (0, 1, 5), (1, 2, 7)
-# A mask with a larger number of tokens in it is not tried. A choice: more than any cache holds today.
+# Masks are not tried if their graph has a constant larger than this, which may be a window. A choice: no cache today
+# holds more tokens.
 MOST = 1 << 18
-# Prompts are tried that are longer than the largest window of a mask, up to this one. A choice: their masks have some
-# millions of elements.
+# The most new tokens that a mask longer than its window is tried with. A choice: such masks have a million elements.
 MOST_NEW = 1 << 10
-# Numbers from here on mean "to the end", in slices.
+# In a Slice, integers from here on mean "to the end".
 END = (1 << 31) - 1
-# Numbers that count tokens in single precision are below.
+# Larger float32 numbers are no counts of tokens: float32 does not hold all integers there.
 UNCOUNTED = 1 << 24
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A request is plain if these inputs of the preamble are all `ones`, with a last axis as long as all tokens so far.
+    """Which requests are plain: the preamble's inputs `ones` hold only ones, with a last axis of all tokens so far.
 
-    Its masks hide later tokens. Those with `windows` also hide all but the last so many tokens, the current one
-    included. `batched` inputs also have a batch axis, whose size only the request says.
+    Masks then hide later tokens. Those with an entry in `windows` show only that many tokens up to the current one.
+    `batched` are those of the inputs with a batch axis whose size is known only from the request.
     """
 
     ones: tuple[str, ...]
@@ -51,7 +51,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers of a request: rows of the batch, tokens before it, and new tokens."""
+    """The sizes of a request: rows of the batch, cached tokens, and new tokens."""
 
     batch: int
     before: int
@@ -66,10 +66,10 @@ def find_plain(
     sizes: Sizes,
     roles: Mapping[str, Role],
 ) -> Plain | None:
-    """Which requests are plain; None if masks depend on more inputs, or may hide something else in such a request.
+    """Which requests are plain; None if the masks depend on other inputs too, or may be anything but causal.
 
-    None also if such a request has blank rows, which the `blanks` tell. The masks are tried with more tokens than any
-    number in the graph, so that a window of any length shows.
+    None also if such a request has entirely masked rows, by the `blanks`. The masks are tried with more tokens than any
+    constant in the graph, so that a window of any length has an effect.
     """
     made = [value for value in graph.outputs if value.name in masks or value.name in blanks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
@@ -78,7 +78,7 @@ def find_plain(
     largest, second = sorted({*_numbers(graph), 0, 1})[-1:-3:-1]
     if largest > MOST:
         return None
-    most = min(largest * max(1, second), MOST)  # a window may be so many chunks
+    most = min(largest * max(1, second), MOST)  # a window may be a number of chunks times their length
     named = frozenset(value.name or "" for value in ones)
     tried = _Tried(graph, tuple(masks), tuple(blanks), filled[0], sizes, named)
     windows = tried.windows(most)
@@ -87,7 +87,7 @@ def find_plain(
 
 
 def is_batched(axes: Sequence[Axis] | None, batch: Size | None) -> bool:
-    """Whether axes are tokens and a batch, under another name than the caches' batch."""
+    """Whether axes are a batch and tokens, and the batch has another symbol than that of the caches."""
     return axes is not None and len(axes) == 2 and axes[0].fixed is None and axes[0].size != batch is not None
 
 
@@ -97,7 +97,7 @@ def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
 
 
 def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
-    """All values that these depend on by their data, and not only by their sizes."""
+    """All values whose contents, rather than only shapes, these values depend on."""
 
     def above(value: ir.Value) -> list[ir.Value]:
         node = value.producer()
@@ -108,7 +108,7 @@ def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _numbers(graph: ir.Graph) -> Iterator[int]:
-    """The numbers in a graph that may count tokens: constants, what is folded from them, and constants' sizes."""
+    """The numbers in a graph that may be a window: constants, also folded ones, attributes, and sizes of constants."""
     copy = with_own_tensors(graph)
     fold_shapes(copy)
     for value in (*copy.initializers.values(), *(value for node in copy for value in node.outputs)):
@@ -131,7 +131,7 @@ def _counts(array: np.ndarray) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A preamble's masks, tried with inputs `ones` that are all ones."""
+    """Computes a preamble's masks for some requests, whose inputs named in `ones` hold only ones."""
 
     graph: ir.Graph
     masks: tuple[str, ...]
@@ -142,14 +142,14 @@ class _Tried:
 
     @property
     def batch(self) -> Size | None:
-        """The size of the batch, if it may change."""
+        """The size of the caches' batch axis; None if it is fixed."""
         axes = self.sizes.axes(self.filled.lasts)
         return axes[0].size if axes and axes[0].fixed is None else None
 
     def windows(self, most: int) -> dict[str, int] | None:
-        """The masks' windows, by the longest request. Masks that show all earlier tokens have none.
+        """The windows of masks by name, read off the longest request. Masks that show all earlier tokens have none.
 
-        None if a mask hides anything else in a request of around, or beyond, `most` tokens.
+        None if a mask hides anything else in a request of a few tokens, or of more than `most`.
         """
         windows = None
         try:
@@ -179,7 +179,7 @@ class _Tried:
                 yield _Numbers(1 + before % 2, before, tokens)
 
     def _feeds(self, numbers: _Numbers) -> dict[str, np.ndarray] | None:
-        """The inputs of such a request; None if its numbers do not give their sizes."""
+        """The inputs of a request; None if the size of one is not known."""
         known, feeds = self._known(numbers), {}
         for value in self.graph.inputs:
             name, axes = value.name or "", self.sizes.axes(value)
@@ -196,7 +196,7 @@ class _Tried:
         return feeds
 
     def _known(self, numbers: _Numbers) -> dict[Size, int]:
-        """The sizes of inputs in such a request."""
+        """The values of dynamic sizes in a request."""
         filled, rows = self.filled, numbers.before + numbers.new
         known = {filled.past.size: numbers.before, filled.all.size: rows}
         if not isinstance(filled.step, int):
@@ -210,7 +210,7 @@ class _Tried:
 
 
 def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, int]:
-    """How many tokens the last token sees, by mask; masks that show all of them are left out."""
+    """By mask, how many tokens it shows to the last one; masks that show all are omitted."""
     rows = numbers.before + numbers.new
     shown = {name: np.count_nonzero(mask[..., -1, :rows] == 0, axis=-1).max() for name, mask in masks.items()}
     return {name: int(count) for name, count in shown.items() if 0 < count < rows}

@@ -1,7 +1,7 @@
-"""Cuts off what depends on the number of cached rows: the preamble, a small graph that is computed before the ranks.
+"""Cuts off the preamble: nodes that depend on the number of cached tokens, which the session computes on the CPU.
 
-Masks, positions and lengths depend on inputs alone, and are small. Exporters compute them from sizes that grow with
-each token. Without them, a request has the same sizes as the one before, so GPUs replay it.
+Exporters compute masks, positions and lengths from inputs, and from sizes that grow with each token. Without these
+nodes, consecutive requests have the same sizes, so that GPUs replay a captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import holds_graphs
-from splitc.compiler.frontend.room import may_be_left_out
+from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
@@ -27,19 +27,18 @@ from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
 
-# The bytes of the largest constant that the graph may have. A choice: a table of positions is larger, and looked up on
-# the device.
+# The most bytes of a constant in the preamble. A choice: tables of positions are larger, and are read on the device.
 LARGEST = 1 << 16
 
 
 @dataclass(frozen=True)
 class Preamble:
-    """The preamble as a model: it takes some of the model's inputs and the length inputs, and makes ranks' inputs.
+    """The preamble as a model. Its inputs are some of the model's and the added lengths; its outputs are ranks' inputs.
 
-    - `roles`: the roles of the model's inputs by name. The ranks' graphs no longer show them all.
-    - `batch`: the axes of inputs that are as long as the batch, by name.
-    - `masks`: outputs that a request may leave out (masks.py), and `blanks`, the blank rows that go with them.
-    - `plain`: the requests that may leave them out without computing them (plain_requests.py), if that is known.
+    - `roles`: the roles of the model's inputs by name, some of which the ranks' graphs no longer have.
+    - `batch`: by name, the axes of inputs that are the batch.
+    - `masks`: outputs that a request may omit (masks.py). `blanks` are omitted with them: the entirely masked rows.
+    - `plain`: the requests for which neither has to be computed (plain_requests.py); None if there are none.
     """
 
     model: ir.Model
@@ -58,10 +57,10 @@ class Preamble:
 def cut_preamble(
     model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
 ) -> Preamble:
-    """Cut off what depends on the cached rows. Its results become inputs of the remaining graph, in place.
+    """Cut off the preamble. Its results become inputs of the remaining graph, which is changed in place.
 
-    Raises NotFusedError if the remaining graph would still have sizes that change with each token. The graph then
-    computes the same as before, though some sizes are read elsewhere and equal nodes are merged.
+    Raises NotFusedError if the remaining graph would still have sizes that grow with each token. The graph then stays
+    whole, though some sizes are read off other values and equal nodes are merged.
     """
     graph, filled = model.graph, lengths.filled
     early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
@@ -83,12 +82,12 @@ def cut_preamble(
     for value in made:
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:
-            may_be_left_out(new)
+            mark_omittable(new)
     return Preamble(cut, roles, batch, masks, blanks, plain)
 
 
 def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
-    """The preamble without some outputs, and without the inputs that only these need."""
+    """A copy of the preamble without some outputs, and without the inputs that only these need."""
     graph = model.graph.clone()
     for value in [value for value in graph.outputs if value.name in names]:
         graph.outputs.remove(value)
@@ -98,7 +97,7 @@ def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
 
 
 def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
-    """The axes of inputs that are as long as the batch of the caches."""
+    """By name, the axes of inputs with the size of the caches' batch."""
     batches = {axes[0].size for one in filled if (axes := sizes.axes(one.lasts)) and axes[0].fixed is None}
     return {
         value.name or "": place
@@ -111,7 +110,7 @@ def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Siz
 def _read_sizes_off_inputs(
     graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths, sizes: Sizes
 ) -> set[ir.Value]:
-    """Read sizes off inputs: exporters read the batch off hidden states. Returns the early values."""
+    """Read sizes off inputs where the graph reads them off hidden states, as of the batch. Returns the early values."""
     early = _find_early(graph, inputs)
     for node in list(graph):
         if is_onnx(node, "Shape") and node.inputs[0] not in early:
@@ -122,7 +121,7 @@ def _read_sizes_off_inputs(
 
 
 def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
-    """The early values: they depend on these inputs alone, by nodes that are not worth a device."""
+    """The early values: computed from these inputs and small constants by nodes that are cheap on the CPU."""
     early = set(inputs)
     for node in graph:
         read = [value for value in node.inputs if value is not None]
@@ -133,9 +132,9 @@ def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
 
 
 def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection[ir.Value]) -> None:
-    """Merge equal nodes: in some models each layer computes a mask of its own.
+    """Merge nodes that compute equal values, as in models whose layers compute the same mask each.
 
-    Their inputs may be computed by equal nodes too. Nodes that are not `among` them stay.
+    Equal nodes may have inputs that equal nodes compute. Nodes with outputs not `among` these values stay.
     """
     kept: dict[Hashable, ir.Node] = {}
     same: dict[ir.Value, ir.Value] = {}
@@ -151,7 +150,7 @@ def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection
 
 
 def _content(value: ir.Value | None) -> Hashable:
-    """The identity of an input when nodes are compared: a constant's numbers, or a computed value itself."""
+    """The key of an input by which nodes are compared: a constant's numbers, or a computed value itself."""
     return value if value is None or value.const_value is None else tensor_key(value.const_value)
 
 
@@ -177,7 +176,7 @@ def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.
     for value in made:
         axes = sizes.axes(value)
         if value.is_graph_input() or value.is_graph_output() or axes is None:
-            raise NotFusedError(f"'{value.name}' grows with each token, and has readers beside masks and positions")
+            raise NotFusedError(f"'{value.name}' grows with each token, and is read by more than masks and positions")
         if any(axis.fixed is None and axis.size not in kept for axis in axes):
             raise NotFusedError(f"'{value.name}' grows with each token, and is not the mask of an attention")
 
@@ -204,7 +203,7 @@ def _reads(node: ir.Node) -> list[ir.Value]:
 
 
 def _replace(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Replace a value by an input."""
+    """Replace a value by a new input, which is returned."""
     new = ir.Value(type=value.type, shape=value.shape)
     value.replace_all_uses_with(new)
     hand_over(value, new, "before")

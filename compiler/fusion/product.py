@@ -1,4 +1,4 @@
-"""Reads products of two computed values, by any operator."""
+"""Reads matrix products of two computed values: MatMul, Einsum, and ONNX Runtime's FusedMatMul."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
-from splitc.compiler.fusion.operand import Operand, whole
+from splitc.compiler.fusion.operand import Operand, as_operand
 from splitc.compiler.nodes import operator_name
 
 PRODUCTS = frozenset({"MatMul", "Einsum", "com.microsoft.FusedMatMul"})
-# The number of a value's axes, None if it is not known.
+# Returns the number of a value's axes; None if it is not known.
 RankOf = Callable[[ir.Value], int | None]
 
 
@@ -29,7 +29,7 @@ class Product:
     scale: float = 1.0
 
     def flipped(self) -> Product:
-        """The same output as `second` transposed times `first` transposed."""
+        """The same product as transposed `second` x transposed `first`."""
         rank = len(self.order)
         swap = {rank - 2: rank - 1, rank - 1: rank - 2}
         order = tuple(swap.get(axis, axis) for axis in self.order)
@@ -51,7 +51,7 @@ def is_product(node: ir.Node) -> bool:
 
 
 def weighs(value: ir.Value) -> bool:
-    """Whether a product with a computed value follows within a few nodes of a Softmax."""
+    """Whether a Softmax's output is multiplied with a computed value within a few nodes."""
     level = [value]
     for _ in range(6):
         readers = [node for one in level for node in readers_of(one)]
@@ -63,7 +63,7 @@ def weighs(value: ir.Value) -> bool:
 
 
 def comes_from_product(value: ir.Value) -> bool:
-    """Whether a product of two computed values precedes a Softmax within a few nodes."""
+    """Whether a Softmax's input comes from a product of two computed values within a few nodes."""
     level = [value]
     for _ in range(10):
         above = [node for one in level if (node := one.producer()) is not None]
@@ -75,21 +75,21 @@ def comes_from_product(value: ir.Value) -> bool:
 
 
 def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
-    """A product's factors; None if it contracts other than one axis of each."""
+    """A product's factors; None if they differ in rank, or are not contracted along exactly one axis."""
     first, second = node.inputs
     assert first is not None and second is not None
     ranks = rank_of(first), rank_of(second)
     if ranks[0] is None or ranks[0] != ranks[1] or ranks[0] < 2:
         return None
     if node.op_type == "MatMul":
-        return Product(whole(first, ranks[0]), whole(second, ranks[0]), tuple(range(ranks[0])))
+        return Product(as_operand(first, ranks[0]), as_operand(second, ranks[0]), tuple(range(ranks[0])))
     if node.op_type == "FusedMatMul":
-        return _read_fused(node, whole(first, ranks[0]), whole(second, ranks[0]))
+        return _read_fused(node, as_operand(first, ranks[0]), as_operand(second, ranks[0]))
     return _read_einsum(node.attributes.get_string("equation", ""), first, second, ranks[0])
 
 
 def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | None:
-    """A product with transposed factors and a scale."""
+    """A FusedMatMul, whose attributes transpose the factors and scale the result."""
     if any(node.attributes.get_int(f"transBatch{side}", 0) for side in "AB"):
         return None
     sides = [

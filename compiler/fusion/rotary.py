@@ -1,8 +1,8 @@
-"""Finds decomposed rotary embedding by its structure: the last axis holds pairs of elements, and each pair is rotated.
+"""Finds decomposed rotary embedding (RoFormer, Su et al., 2021) by its structure.
 
-The pair (a, b) becomes (a cos - b sin, b cos + a sin). Its elements come from the two halves of the axis, or
-(interleaved) are neighbours. See RoFormer (Su et al., 2021). Exporters write up to twelve nodes for it, often in single
-precision between casts. There are two forms:
+The last axis holds pairs of elements. Each pair (a, b) becomes (a cos - b sin, b cos + a sin). Its elements are in the
+two halves of the axis, or neighbours (interleaved). Exporters write up to twelve nodes for it, often in float32 between
+casts. There are two forms:
 
 - x cos + rotated(x) sin, with tables that have each number twice;
 - both elements computed separately, then concatenated.
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, value_before
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import cast_to_halves
+from splitc.compiler.fusion.norm import float16_result
 from splitc.compiler.fusion.operand import PASSED, VIEWS
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
@@ -28,12 +28,12 @@ from splitc.compiler.fusion.tables import Tables
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotated `data`. Pairs are `interleaved`, or have one element in each half.
+    """A rotary embedding of `data`. Pairs are `interleaved`, or have one element in each half of the last axis.
 
     - `by_pairs`: the tables have one number for each pair, rather than for each element.
-    - `places`: the last axis is permuted first, if given.
-    - `thin`: the tables have an axis of one element behind the pairs.
-    - `part`: how many of a head's first elements are rotated; None for all of them. The rest stays as it is.
+    - `places`: a permutation of the last axis before the rotation; None for none.
+    - `thin`: the tables have an axis of one element after that of pairs.
+    - `part`: how many of a head's first elements are rotated (partial rotary embedding); None for all of them.
     """
 
     data: ir.Value
@@ -47,9 +47,9 @@ class Rotary:
     part: int | None = None
 
 
-# A value times another one.
+# The two factors of an elementwise product.
 Factors = tuple[ir.Value, ir.Value]
-# What cuts an element of each pair out.
+# Operators that may select the first or second elements of pairs.
 CUTS = {*VIEWS, *PASSED, "Split", "Slice", "Gather"}
 
 
@@ -59,9 +59,9 @@ def looks_rotary(node: ir.Node) -> bool:
 
 
 def merged_heads(node: ir.Node, sizes: Sizes) -> ir.Value | None:
-    """The pairs [..., heads, pairs, 2] that a rotary embedding takes apart, if they are a view of merged heads.
+    """The pairs [..., heads, pairs, 2] of a rotary embedding, if they are a Reshape of merged heads; else None.
 
-    An optimizer makes one Reshape of two, and leaves no value with heads and without pairs.
+    Optimizers join two Reshapes: then no value is [..., heads, size].
     """
     for a, _, _ in _joined_sums(node):
         of_five = (value for value in _above(a) if len(sizes.of(value) or ()) == 5)
@@ -90,7 +90,7 @@ def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
 
 
 def _with_rest(rotary: Rotary, sizes: Sizes, tables: Tables) -> Rotary:
-    """With the rest of each head, if only its first elements are rotated."""
+    """The same rotary embedding of whole heads, if the data are a slice of them."""
     whole = find_whole(rotary.data, rotary.output, sizes, tables)
     own = sizes.of(rotary.data)
     if whole is None or own is None:
@@ -102,7 +102,7 @@ def _with_rest(rotary: Rotary, sizes: Sizes, tables: Tables) -> Rotary:
 
 
 def find_whole(data: ir.Value, rotated: ir.Value, sizes: Sizes, tables: Tables) -> tuple[ir.Value, ir.Value] | None:
-    """The heads whose first elements the data are, and these with the rotated elements in their place, if any are."""
+    """The heads that `data` are a slice of, and the Concat of `rotated` with their other elements; None if not so."""
     concat = only_user(rotated, "Concat")
     own = sizes.of(rotated)
     if concat is None or own is None or len(concat.inputs) != 2 or concat.inputs[0] is not rotated:
@@ -121,7 +121,7 @@ def find_whole(data: ir.Value, rotated: ir.Value, sizes: Sizes, tables: Tables) 
 
 
 def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
-    """The products that a node adds or subtracts, if one factor is a Concat."""
+    """The possible (x, cosines), (rotated x, sines) of a sum or difference of two products: rotated x is a Concat."""
     one, other = map(_factors, node.inputs)
     if one is None or other is None:
         return []
@@ -135,10 +135,13 @@ def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
 
 
 def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, tables: Tables) -> Rotary | None:
-    """The form x cos + rotated(x) sin."""
-    (data, cosines), (turned, sines) = straight, crossed
+    """A rotary embedding of the form x cos + rotated(x) sin; None if `crossed` is no rotation of x.
+
+    Raises NotFusedError if the two elements of a pair may have different cosines or sines.
+    """
+    (data, cosines), (rotated, sines) = straight, crossed
     source = _uncast(data)
-    places = Rotation(source, sizes, tables.known).of(turned)
+    places = Rotation(source, sizes, tables.known).of(rotated)
     if places is None:
         return None
     interleaved = _is_interleaved(-places if node.op_type == "Sub" else places)
@@ -146,19 +149,19 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
         return None
     if not (tables.agree(cosines, interleaved) and tables.agree(sines, interleaved)):
         raise NotFusedError("its tables may have different cosines or sines for the two elements of a pair")
-    return Rotary(source, cosines, sines, interleaved, cast_to_halves(node.outputs[0]) or node.outputs[0])
+    return Rotary(source, cosines, sines, interleaved, float16_result(node.outputs[0]) or node.outputs[0])
 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
-    """The first and second elements of pairs, with cosines and sines, if a node concatenates both, rotated."""
+    """The possible first elements of pairs, second elements, and (cosines, sines) whose rotation a Concat joins."""
     if node.op_type == "Concat" and len(node.inputs) == 2:
         yield from _rotated_pairs(*node.inputs)
 
 
 def pairs_among(node: ir.Node) -> int | None:
-    """The place of rotated pairs among three or more inputs of a Concat; None if there are none.
+    """The index of rotated first elements of pairs among three or more inputs of a Concat; None if there are none.
 
-    TorchScript's exporter writes one Concat if rotated elements are then concatenated with others.
+    TorchScript's exporter joins two Concats where rotated elements are then concatenated with others.
     """
     if not is_onnx(node, "Concat") or len(node.inputs) < 3:
         return None
@@ -167,7 +170,7 @@ def pairs_among(node: ir.Node) -> int | None:
 
 
 def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
-    """The first and second elements of pairs, with cosines and sines, if two values are these, rotated."""
+    """As `_joined_sums`, for two values: a cos - b sin and b cos + a sin."""
     first, second = _unstacked(one), _unstacked(other)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
         return
@@ -185,8 +188,11 @@ def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tup
 def _from_pairs(
     node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, sizes: Sizes, tables: Tables
 ) -> Rotary | None:
-    """The form with both elements of each pair computed separately."""
-    # An operator takes four axes at most: where pairs have one of their own, what it is a view of is rotated.
+    """A rotary embedding of the form with both elements of each pair computed separately; None if there is none.
+
+    Raises NotFusedError if it is no rotation of all elements.
+    """
+    # The operator takes at most four axes. Pairs with an axis of their own are a Reshape of such data.
     for data in (data for data in map(_uncast, _above(a)) if len(sizes.of(data) or ()) <= 4):
         rotation, joined = Rotation(data, sizes, tables.known), _flat(node, data, sizes)
         first, second = rotation.along_pairs(a), rotation.along_pairs(b)
@@ -198,20 +204,20 @@ def _from_pairs(
         if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
             raise NotFusedError("it leaves out some elements, or rotates them in the opposite direction")
         places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
-        output = cast_to_halves(output) or output
+        output = float16_result(output) or output
         return Rotary(data, *numbers, interleaved, output, by_pairs=True, places=places, thin=thin)
     return None
 
 
 def _above(value: ir.Value) -> Iterator[ir.Value]:
-    """The values that a value may be cut from, nearest first."""
+    """The values that a value may be a slice of, nearest first."""
     while (source := value_before(value, *CUTS)) is not None:
         value = source
         yield value
 
 
 def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] | None:
-    """A Concat's result with the axes of the data, and whether it is interleaved; None for any other Concat."""
+    """A Concat's result in the shape of the data, and whether it is interleaved; None if it has no such shape."""
     value, own = node.outputs[0], sizes.of(data)
     made = sizes.of(value)
     if own is None or made is None or node.attributes.get_int("axis", 0) not in (-1, len(made) - 1):
@@ -225,7 +231,7 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
 
 
 def _unstacked(value: ir.Value | None) -> ir.Node | None:
-    """The node that makes a value, before a view for the Concat."""
+    """The node that makes a value, before an Unsqueeze or Reshape for the Concat."""
     value = value_before(value, "Unsqueeze", "Reshape") or value
     return None if value is None else value.producer()
 
@@ -245,7 +251,7 @@ def _uncast(value: ir.Value) -> ir.Value:
 
 
 def _is_joined(value: ir.Value) -> bool:
-    """Whether a value is a Concat, seen through casts and views."""
+    """Whether a value is the result of a Concat, perhaps cast and reshaped."""
     value = _uncast(value)
     while (source := value_before(value, "Reshape", "Flatten")) is not None:
         value = source

@@ -1,9 +1,9 @@
-"""Writes rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels on CPUs and on CUDA.
+"""Writes rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels for CPUs and for CUDA.
 
-It takes data [batch, heads, length, size] or [batch, length, heads x size], tables of cosines and sines, here [length,
-pairs], and the row in them of the first position. Where tables differ along the batch too, batch and length are merged
-to one axis. Data of three axes, such as packed patches of images [patches, heads, size], are a batch of one. See
-com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
+Its inputs are data [batch, heads, length, size] or [batch, length, heads x size], tables of cosines and sines [length,
+pairs], and the first position's row in the tables: 0 here. If the tables also vary along the batch, batch and length
+are merged into one axis. Data of three axes, such as packed patches of images [patches, heads, size], become a batch of
+one. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, seen_through, whole
+from splitc.compiler.fusion.operand import Operand, as_operand, traced_back
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -31,9 +31,9 @@ DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
 def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
-    """Replace two inputs of a Concat, from `place` on, by one operator, in place.
+    """Replace inputs `place` and `place` + 1 of a Concat, the two elements of rotated pairs, by the operator, in place.
 
-    Returns whether they are rotated pairs. Raises NotFusedError as `write_rotary`.
+    Returns whether they are rotated pairs. Raises NotFusedError as `find_rotary` and `write_rotary`.
     """
     output, parts = concat.outputs[0], list(concat.inputs)
     axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
@@ -78,8 +78,8 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
         places = editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
-        batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
-        made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
+        batch = work.reshape(rotary.data, frame.axes, "batch_of_one")
+        made = work.reshape(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
     else:
         made = _written(rotary, frame, work, tables)
     work.take_place(made, rotary.output)
@@ -87,20 +87,20 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
 
 
 def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
-    """Make pairs [..., heads, pairs, 2] a view of heads [..., heads, 2 x pairs], which are a view of merged ones."""
+    """Insert heads [..., heads, 2 x pairs] between merged heads and pairs [..., heads, pairs, 2], by two Reshapes."""
     source = producer_of(pairs).inputs[0]
     assert source is not None
     work = Writer.of(pairs, (source, *editor.graph.inputs), editor, sizes)
     own = work.axes(pairs)
-    heads = work.viewed(source, [*own[:3], joined(own[3:])], "heads")
-    work.take_place(work.viewed(heads, own, "pairs"), pairs)
+    heads = work.reshape(source, [*own[:3], joined(own[3:])], "heads")
+    work.take_place(work.reshape(heads, own, "pairs"), pairs)
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The data's four axes: batch, heads, positions and a head's elements. `length` is the place of positions.
+    """The data's four axes. The first is the batch, the last the head size; `length` is the index of that of positions.
 
-    `rows` are the axes along which the tables differ.
+    `rows` are the axes along which the tables vary: positions, and perhaps the batch.
     """
 
     axes: tuple[Axis, ...]
@@ -113,7 +113,7 @@ class _Frame:
 
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
-    """The frame of a rotary embedding. Raises NotFusedError if the operator has none like it."""
+    """The axes of a rotary embedding. Raises NotFusedError if the operator does not take data or tables like these."""
     tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
@@ -126,7 +126,7 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     places = [place for place in (1, 2) if table[place] != ONE] or [n for n in (2, 1) if axes[n].size == ONE][:1]
     if len(places) != 1:
         raise NotFusedError("its tables vary by position and by head, or by neither")
-    # What has one row by chance may have one for each of the batch in other requests.
+    # A dynamic first axis of a table may be the batch, even if it has one element where sizes are planned.
     changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
     frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))
     if frame.heads.fixed is None:
@@ -135,24 +135,24 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
 
 
 def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """The operator's result, with the axes of the data."""
-    seen = seen_through(whole(rotary.data, 4), scaled=False)
-    by_rows = frame.length == 1 or seen.axes == SWAP_HEADS or len(frame.rows) > 1
+    """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
+    traced = traced_back(as_operand(rotary.data, 4), scaled=False)
+    by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
     if not by_rows:
         return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
-    order = SWAP_HEADS if frame.length == 2 else whole(rotary.data, 4).axes
-    data = seen.value if seen.axes == order else work.ordered(Operand(rotary.data, order), "rows_first")
+    order = SWAP_HEADS if frame.length == 2 else as_operand(rotary.data, 4).axes
+    data = traced.value if traced.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
     axes = [frame.axes[place] for place in order]
     first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
     flat = (*first, joined(axes[2:]))
-    made = _rotated(work.viewed(data, flat, "rows"), flat, rotary, frame, work, tables)
-    return work.ordered(Operand(work.viewed(made, axes, "rotated_rows"), order), "rotated")
+    made = _rotated(work.reshape(data, flat, "rows"), flat, rotary, frame, work, tables)
+    return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
 
 
 def _rotated(
     data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
 ) -> ir.Value:
-    """The operator's result for data with axes that it takes."""
+    """Add the operator, for data in a layout that it takes. Returns its result."""
     first = work.editor.numbers(0)
     cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
     sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
@@ -163,12 +163,12 @@ def _rotated(
 
 
 def _inputs(work: Writer) -> tuple[ir.Value, ...]:
-    """Sources that are there wherever a table is."""
+    """Values that precede every table: inputs of known sizes."""
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
 def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
-    """A table's axes, without a last one of one element."""
+    """A table's axes, without the last one if the table is `thin`."""
     axes = sizes.axes(table)
     return axes[:-1] if axes is not None and rotary.thin else axes
 
@@ -179,22 +179,23 @@ def _four(table: Axes) -> Axes:
 
 
 def _differ(table: Axes, frame: _Frame) -> bool:
-    """Whether a table has as many rows as the data in some requests, and may have one for all in others."""
+    """Whether a table's rows may not be those of the data: in some requests it may have one row for all positions."""
     pairs = zip(_four(table)[:-1], frame.axes[:-1], strict=True)
     return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
 
 
 def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
-    """A table as [positions, pairs], with a row for each position of the data, and of the batch if it differs along it.
+    """A table as [rows, pairs], with a row for each position of the data, and each batch entry if it varies along it.
 
-    The operator would take the first rows of a table that has more rows than positions: a Reshape to their number fails
-    instead. Where the graph has one name for both numbers, requests are held to that: see `uncompared`.
+    Of a table with more rows than positions, the operator would silently take the first: a Reshape to the number of
+    positions fails instead. It is not needed where both sizes have one symbol: requests are checked for that, see
+    `uncompared`.
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
     if not _differ(own, frame):
-        return work.viewed(table, flat, role)
+        return work.reshape(table, flat, role)
     four = _four(own)
-    table = work.viewed(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
+    table = work.reshape(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
     sizes = [work.list_of([axis], f"{role}_size{place}") for place, axis in enumerate(frame.rows)]
     last = work.list_of([pairs], role)
     wanted = work.integers(f"{role}_sizes", "Concat", [*sizes, last], len(sizes) + 1, axis=0)
@@ -205,7 +206,7 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
 
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """One number for each pair, [positions, pairs], of the data's type. All layers read the same table."""
+    """A table as [rows, pairs], in the data's type. It is made once, for all layers."""
     own = _table_axes(table, rotary, work.sizes) or ()
     if not _differ(own, frame):
         tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
@@ -213,7 +214,7 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
     if key in tables.rows:
         return tables.rows[key]
     work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    made = work.viewed(table, own, f"{role}_flat")
+    made = work.reshape(table, own, f"{role}_flat")
     pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
@@ -227,18 +228,21 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
 
 
 @dataclass(frozen=True)
-class Turned:
-    """ONNX's RotaryEmbedding of `data`. The first `part` elements of each head are rotated, or all, if it is None."""
+class MovedRotary:
+    """An ONNX RotaryEmbedding that can be moved before a Slice or a Transpose: then it takes `data`.
+
+    `part` is how many of each head's first elements are rotated; None for all of them.
+    """
 
     data: ir.Value
     output: ir.Value
     part: int | None
 
 
-def find_turned(node: ir.Node, sizes: Sizes, tables: Tables) -> Turned | None:
-    """ONNX's RotaryEmbedding of heads that are cut or transposed before; None if that has to stay before it.
+def find_moved(node: ir.Node, sizes: Sizes, tables: Tables) -> MovedRotary | None:
+    """The move of an ONNX RotaryEmbedding before the Slice or Transpose of its heads; None if there is none.
 
-    The operator takes either layout. Behind it, the Transpose may be fused with what follows.
+    The operator takes part of a head, and either layout. Behind it, attention may absorb the Transpose.
     """
     data, output = node.inputs[0], node.outputs[0]
     own = None if data is None else sizes.axes(data)
@@ -248,54 +252,59 @@ def find_turned(node: ir.Node, sizes: Sizes, tables: Tables) -> Turned | None:
     if not node.attributes.get_int("rotary_embedding_dim", 0):
         whole_heads = find_whole(data, output, sizes, tables)
     if whole_heads is not None:
-        return Turned(*whole_heads, own[3].fixed)
+        return MovedRotary(*whole_heads, own[3].fixed)
     if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
-    return Turned(data, output, None) if seen_through(whole(data, 4), scaled=False).axes == SWAP_HEADS else None
+    return (
+        MovedRotary(data, output, None) if traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
+    )
 
 
-def write_turned(node: ir.Node, turned: Turned, editor: Editor, sizes: Sizes) -> None:
-    """Write the operator anew, in place: of whole heads, and before their Transpose.
+def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes) -> None:
+    """Replace the operator, in place, by one that takes whole heads, before their Transpose.
 
     Raises NotFusedError if sizes are not known.
     """
-    output, own = turned.output, sizes.axes(turned.data)
+    output, own = moved.output, sizes.axes(moved.data)
     if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
         raise NotFusedError("its number of heads is dynamic")
-    data = behind_split(turned.data, editor, sizes)
+    data = behind_split(moved.data, editor, sizes)
     work = Writer.of(output, (data,), editor, sizes)
     how = {**settings_of(node), "num_heads": own[1].fixed}
-    if turned.part is not None:
-        how["rotary_embedding_dim"] = turned.part
-    seen = seen_through(whole(data, 4), scaled=False)
-    if seen.axes == SWAP_HEADS:
-        data, own = seen.value, work.axes(seen.value)
+    if moved.part is not None:
+        how["rotary_embedding_dim"] = moved.part
+    traced = traced_back(as_operand(data, 4), scaled=False)
+    if traced.axes == SWAP_HEADS:
+        data, own = traced.value, work.axes(traced.value)
         work = replace(work, sources=(data,))
-        data = work.viewed(data, [*own[:2], joined(own[2:])], "rows")
+        data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
-    if seen.axes == SWAP_HEADS:
-        made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
+    if traced.axes == SWAP_HEADS:
+        made = work.transpose(Operand(work.reshape(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
 
 
 def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
-    """A part of a Split, with the Transpose before that moved behind it, in place; any other value as it is."""
+    """Move a Transpose from before a Split to behind it, in place. Returns the new value of the part `value`.
+
+    Any other value is returned as it is.
+    """
     node, own = made_by(value, "Split"), sizes.axes(value)
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
-    seen = seen_through(whole(source, len(own)), scaled=False)
+    traced = traced_back(as_operand(source, len(own)), scaled=False)
     axes = [sizes.axes(part) for part in node.outputs]
-    if seen.is_value or sizes.axes(seen.value) is None or None in axes:
+    if traced.is_value or sizes.axes(traced.value) is None or None in axes:
         return value
-    how = {**settings_of(node), "axis": seen.axes[node.attributes.get_int("axis", 0)]}
-    split = ir.node("Split", [seen.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
+    how = {**settings_of(node), "axis": traced.axes[node.attributes.get_int("axis", 0)]}
+    split = ir.node("Split", [traced.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
     work = Writer(node, value.name or "", (), editor, sizes)
     work.insert(split)
-    turned = []
+    moved = []
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):
         assert part_axes is not None
-        work.name_value(new, "part", part, [part_axes[seen.axes.index(n)] for n in range(len(own))])
-        turned.append(work.ordered(Operand(new, seen.axes), "part_turned"))
-        work.take_place(turned[-1], part)
-    return turned[node.outputs.index(value)]
+        work.name_value(new, "part", part, [part_axes[traced.axes.index(n)] for n in range(len(own))])
+        moved.append(work.transpose(Operand(new, traced.axes), "part_turned"))
+        work.take_place(moved[-1], part)
+    return moved[node.outputs.index(value)]

@@ -1,4 +1,4 @@
-"""Follows elements of a value through slices, concatenations and negations of its last axis."""
+"""Traces elements of a value through slices, concatenations and negations along its last axis."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from splitc.compiler.fusion.sizes import Sizes
 from splitc.runtime.arrays.array import Array
 
 Places = npt.NDArray[np.int64]
-# The most nodes between both values. A choice: exporters write a rotation with up to a dozen.
+# The most nodes that are traced back. A choice: exporters write a rotation with up to a dozen.
 FARTHEST = 32
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How the last axis of `data` is cut and concatenated. Other axes stay as they are.
+    """Says where the elements along the last axis of `data` are in values computed from it. Other axes have to stay.
 
-    Elements count from 1, so that the number's sign is the element's. `known` are the results of shape arithmetic.
+    Elements are numbered from 1: -n is the negated nth one. `known` are the results of shape arithmetic, by name.
     """
 
     data: ir.Value
@@ -30,12 +30,12 @@ class Rotation:
     known: Mapping[str, Array]
 
     def of(self, value: ir.Value) -> Places | None:
-        """For each place of a value's last axis, the element of the data there; None if it holds anything else."""
+        """The elements along a value's last axis, as numbers of the data's; None if it holds anything else."""
         places = self._of(value, FARTHEST)
         return None if places is None or places.ndim != 1 else places
 
     def along_pairs(self, value: ir.Value) -> Places | None:
-        """As `of`, for a value with an axis of one element behind it, as the parts of complex numbers have."""
+        """As `of`, for a value that may have an added last axis of one element, as parts of complex numbers do."""
         places = self._of(value, FARTHEST)
         is_thin = places is not None and places.ndim == 2 and places.shape[1] == 1 < places.shape[0]
         return None if places is None or (places.ndim != 1 and not is_thin) else places.reshape(-1)

@@ -1,7 +1,7 @@
-"""Writes a cache by index along the axis where it is, so that it can be written in place.
+"""Replaces the ScatterND that writes a cache between transposes by ScatterElements, which can write it in place.
 
-For rows along an inner axis, torch's exporter transposes the axis to the front, writes, and transposes back: three
-copies of the cache for each token. ScatterElements takes the axis where it is.
+To write rows along an inner axis, torch's exporter transposes the axis to the front, writes, and transposes back: three
+copies of the cache for each token. ScatterElements writes along any axis.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, seen_through
+from splitc.compiler.fusion.operand import Operand, traced_back
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -23,7 +23,7 @@ OPERATOR = "ScatterElements"
 
 @dataclass(frozen=True)
 class Scattered:
-    """`present` is `past` with `rows` written along `axis`, at the places `indices` [rows, 1]."""
+    """A cache: `present` is `past` with `rows` written along `axis`, at the `indices` [rows, 1]."""
 
     past: ir.Value
     indices: ir.Value
@@ -33,7 +33,7 @@ class Scattered:
 
 
 def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
-    """What a ScatterND writes to one of the `states` (names of inputs), in this form; None if it does not."""
+    """The cache that a ScatterND writes between transposes; None if it is none of `states`, names of inputs."""
     if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
@@ -66,8 +66,8 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
     work = Writer.of(present, (past, scattered.indices), editor, sizes)
     with work.undone_if_refused():
-        rows = work.ordered(seen_through(scattered.rows, scaled=False), "rows")
+        rows = work.transpose(traced_back(scattered.rows, scaled=False), "rows")
         listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
-        indices = work.expanded(work.viewed(scattered.indices, listed, "places"), own, "indices")
+        indices = work.expand(work.reshape(scattered.indices, listed, "places"), own, "indices")
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
     work.take_place(made, present)

@@ -1,4 +1,4 @@
-"""Compares sizes of axes. Each is known for two sets of input sizes, since in one set some may be equal by chance."""
+"""Compares sizes of axes. Each is known for two sets of input sizes: in one alone, sizes may be equal by chance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from splitc.compiler.request.shapes import Shape
 # A size with the planned inputs, and with probe sizes.
 Size = tuple[int, int]
 ONE = (1, 1)
-# The names that onnx-shape-inference makes up for sizes, alone or in an expression.
+# Symbols that onnx-shape-inference generates for unnamed sizes, alone or in an expression.
 MADE_UP = re.compile(r"\b_d\d+\b")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a value: its two sizes, its name in the graph, and its size if that is fixed."""
+    """An axis of a value: its sizes in both sets, its symbol or number in the graph, and its size if that is fixed."""
 
     size: Size
     symbol: Any = None
@@ -31,17 +31,17 @@ class Axis:
 
     @property
     def name(self) -> str | None:
-        """The name of its size in the graph; None if it has none."""
+        """The symbol of its size in the graph; None if it has none."""
         name = self.symbol.value if isinstance(self.symbol, ir.SymbolicDim) else self.symbol
         return None if name is None else str(name)
 
     def is_same(self, other: Axis) -> bool:
-        """Whether the graph says that both axes are always equally long, rather than just in two sets of sizes."""
+        """Whether both axes have the same size in all requests, by their symbol or number in the graph."""
         is_named = self.fixed == other.fixed if self.fixed is not None else self.name == other.name is not None
         return self.size == other.size and is_named
 
     def is_apart(self, other: Axis) -> bool:
-        """Whether the sizes differ, or the graph's names for them do. Names that inference made up do not count."""
+        """Whether the sizes or the symbols differ, not counting generated symbols."""
         names = {axis.name for axis in (self, other)}
         return self.size != other.size or (len(names) > 1 and not any(n is None or MADE_UP.search(n) for n in names))
 
@@ -52,7 +52,7 @@ def fixed_axis(number: int) -> Axis:
 
 
 def joined(axes: Iterable[Axis]) -> Axis:
-    """Several axes merged to one. An axis that has one element by chance, such as a batch of one row, is kept."""
+    """Several axes merged into one. Only axes of a fixed size 1 drop out: a batch may be 1 just where it is planned."""
     kept = [axis for axis in axes if axis.fixed != 1]
     if len(kept) == 1:
         return kept[0]
@@ -63,7 +63,7 @@ def joined(axes: Iterable[Axis]) -> Axis:
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
-    """The size of several merged axes."""
+    """The size of the axis that several are merged into."""
     planned = probe = 1
     for one, other in sizes:
         planned, probe = planned * one, probe * other
@@ -71,20 +71,20 @@ def product_of(sizes: Iterable[Size]) -> Size:
 
 
 def is_one(axes: Iterable[Axis]) -> bool:
-    """Whether axes have one element in all, in all requests."""
+    """Whether all axes have one element in all requests."""
     return all(axis.fixed == 1 for axis in axes)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes of all values with the planned inputs, and with others that differ in each size that may change.
+    """The shapes of all values for the planned input sizes (`shapes`), and for probe sizes (`probes`).
 
-    `shapes` grows with the values that are added.
+    Probe sizes differ from the planned ones wherever a size is dynamic. Values that fusion adds are added to both.
     """
 
     shapes: dict[str, Shape]
     probes: dict[str, Shape]
-    # Whether the probes differ: if they can't, only sizes that the model's own shapes have as numbers are fixed.
+    # Whether there are probe sizes. If not, only sizes that are numbers in the model's own shapes count as fixed.
     differ: bool
 
     def of(self, value: ir.Value) -> tuple[Size, ...] | None:
@@ -117,7 +117,7 @@ class Sizes:
 
 
 def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
-    """The shapes of a graph's values, without those that depend on data."""
+    """The shapes of a graph's values, without those that depend on the contents of inputs."""
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}
 
 

@@ -1,4 +1,4 @@
-"""Softmax, as one operator or written out."""
+"""Finds Softmax, as one operator or decomposed, and the nodes that exporters write around it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.product import RankOf
 from splitc.compiler.nodes import name_of
 
-# What a number a row passes on its way from its reduction to where it is used.
+# Operators between a reduction to one number for each row, and the use of that number.
 _SPREADS = VIEWS | PASSED | {"Expand"}
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """exp(scores), divided by their sum. `is_last`: along the last axis, as far as is known."""
+    """exp(scores) / sum(exp(scores)). `is_last`: it is known to be along the last axis."""
 
     name: str
     scores: ir.Value
@@ -26,10 +26,10 @@ class Softmax:
 
 
 def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
-    """The Softmax that a node is, or that ends at it."""
+    """The Softmax that a node is, or whose last node it is; None if there is none."""
     name = name_of(node)
     if is_onnx(node, "Softmax") and node.inputs[0] is not None:
-        # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
+        # Before opset 13 the default is axis 1, and all axes from there on count as one.
         axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)
         rank = rank_of(node.outputs[0])
         return Softmax(name, node.inputs[0], node.outputs[0], axis == -1 or (rank is not None and axis == rank - 1))
@@ -37,7 +37,7 @@ def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
 
 
 def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
-    """exp(scores) / sum(exp(scores))."""
+    """A decomposed Softmax that ends at a Div; None if there is none."""
     exponential, total = node.inputs
     if exponential is None or total is None:
         return None
@@ -50,14 +50,14 @@ def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
 
 
 def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
-    """Whether a value is the maximum of each row of scores: to subtract it changes no Softmax."""
+    """Whether a value is the maximum of each row of scores: subtracting it does not change the Softmax."""
     if value is None or (node := _reduction(value)) is None:
         return False
     return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
 
 
 def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
-    """Whether a node drops the last element of each row, and nothing else."""
+    """Whether a node is a Slice that drops just the last element of each row."""
     if not is_onnx(node, "Slice") or len(node.inputs) < 4:
         return False
     starts, ends, axes, *steps = (constant(value) for value in node.inputs[1:])
@@ -66,7 +66,7 @@ def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
 
 
 def _reduction(value: ir.Value) -> ir.Node | None:
-    """The reduction that a number for each row comes from."""
+    """The reduction that a value with one number for each row comes from; None if there is none."""
     node, rank = value.producer(), None
     while node is not None and not node.domain and not node.op_type.startswith("Reduce"):
         source = node.inputs[0] if node.op_type in _SPREADS else None
@@ -96,7 +96,7 @@ def is_over_last(node: ir.Node, rank: int | None) -> bool:
 
 
 def without_nan(value: ir.Value) -> ir.Value | None:
-    """The value with zeros in place of NaN, if that is all that a value is read for."""
+    """The result of replacing NaN in a value by zeros; None if the value has other readers."""
     users = readers_of(value)
     kinds = {node.op_type: node for node in users if not node.domain}
     if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:

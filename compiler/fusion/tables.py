@@ -1,4 +1,4 @@
-"""Computes tables of cosines and sines for made-up positions, to see what holds for all of their numbers."""
+"""Computes tables of cosines and sines for generated positions, to compare their numbers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Role
 
-# The most nodes that a table is made by, and elements that it is made from. A choice: angles take some twenty nodes and
-# a row of frequencies, or a table of a million.
+# A table is not computed if that takes more nodes, or more elements of initializers and inputs. A choice: angles take
+# some twenty nodes and a row of frequencies, or a table of a million.
 MOST_NODES, MOST_ELEMENTS = 512, 1 << 24
-# Positions are made up to before this one where no table has rows for them. A choice: any that are not 0 would do.
+# Generated positions are below this, unless a table limits them. A choice: any that are not 0 would do.
 SOME_POSITIONS = 100
 
 
 class Tables:
     """The tables that a model computes from positions.
 
-    - `shapes`: the shapes of its values for the made-up inputs.
-    - `known`: the results of shape arithmetic.
-    - `rows`: what was written of a table: one number for each pair, in a row for each position.
-    - `uncompared`: names of sizes that the data and the table share. The decomposed product compared them; the operator
-      does not.
+    - `shapes`: the shapes of its values for the generated inputs.
+    - `known`: the results of shape arithmetic, by name.
+    - `rows`: the tables as RotaryEmbedding takes them, [rows, pairs], that were added so far.
+    - `uncompared`: symbols of sizes that the data and the table share. The decomposed product failed if they differed;
+      the operator does not.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
@@ -49,9 +49,9 @@ class Tables:
         self.uncompared: set[str] = set()
 
     def agree(self, table: ir.Value, interleaved: bool) -> bool:
-        """Whether both numbers of each pair are equal, by halves of the last axis or by neighbours.
+        """Whether the two numbers of each pair are equal: neighbours if `interleaved`, else one in each half.
 
-        A table of equal numbers, such as the cosines of position 0, says nothing.
+        False for a table whose numbers are all equal, as the cosines of position 0: it would prove nothing.
         """
         if table not in self._made:
             self._made[table] = self._compute(table)
@@ -62,19 +62,19 @@ class Tables:
         return bool(np.ptp(numbers, -1).max() > 0) and np.allclose(one, other, rtol=1e-5, atol=1e-6)
 
     def node_after(self, table: ir.Value) -> ir.Node:
-        """The node after the one that makes a table, where what all layers read of it is written."""
+        """The node after the one that makes a table. Nodes inserted before it precede all layers' readers."""
         maker = table.producer()
         return self._graph.nodes[0 if maker is None else self._graph.position[maker] + 1]
 
     def follow_from_sizes(self, value: ir.Value) -> Array | None:
-        """The numbers of a value that depends on sizes alone; None if it depends on more, or on too many nodes."""
+        """The numbers of a value that depends only on sizes of inputs; None for others, and beyond MOST_NODES."""
         if value not in self._sized:
             known = self.known.get(value.name or "")
             self._sized[value] = self._compute(value, fed=False) if known is None else known
         return self._sized[value]
 
     def _compute(self, table: ir.Value, fed: bool = True) -> Array | None:
-        """A table's numbers; None if they need too many nodes, unknown inputs, or, unless `fed`, any inputs."""
+        """A table's numbers as float64; None if they take too much, fail, or need inputs and are not `fed`."""
         if table.const_value is not None:
             return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
         above = reached(
@@ -98,7 +98,7 @@ class Tables:
         return numbers.astype(np.float64)
 
     def _sizes_of(self, node: ir.Node) -> Array | None:
-        """The sizes that a node reads, which spare computing the value; None if they are not known."""
+        """The result of a node that reads sizes only, such as Shape; None for other nodes, or unknown sizes."""
         shape = None
         if operator_of(node).reads_shape and node.inputs[0] is not None:
             shape = self._shapes.get(node.inputs[0].name or "")
@@ -112,7 +112,7 @@ class Tables:
         return planned_roles(self._graph, find_roles(self._graph), self._shapes)
 
     def _made_up(self, inputs: list[ir.Value]) -> dict[ir.Value, Array]:
-        """Made-up inputs. Positions do not begin at 0, where all cosines are 1."""
+        """Generated inputs. Positions are random and above 0, where all cosines are 1."""
         tensors = []
         for value in inputs:
             fill = choose_fill(value, self._roles.get(value))

@@ -1,7 +1,8 @@
-"""Removes Reshapes of Reshapes, which fusion leaves where an operator takes three axes and the exporter wrote four.
+"""Removes views that are not needed: Reshapes of Reshapes, and nodes without effect.
 
-So also nodes without effect: a Slice of the whole, an Expand to the same sizes, a Concat of all slices of a value. Each
-node takes some microseconds of the host's time. Masks that differ only in such nodes become one.
+Fusion leaves Reshapes where an operator takes three axes and the exporter wrote four. Nodes without effect are a Slice
+of the whole, an Expand to the same sizes, and a Concat of all slices of a value. Each node costs some microseconds of
+CPU time. Masks that differ only by such nodes can then be merged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
-# A size as the graph says it: a number, or an expression of symbols.
+# A size in the graph: a number, or an expression of symbols.
 Entry = int | ir.SymbolicDim
 
 
@@ -31,25 +32,25 @@ def _by_entry(combine: Callable[[Any, Any], Entry], one: Sequence[Entry], other:
     return [combine(*pair) for pair in zip(first, second, strict=True)]
 
 
-# What is computed of lists of sizes.
+# How operators compute lists of sizes.
 _COMPUTE: dict[str, Callable[..., list[Entry]]] = {
     "Gather": lambda sizes, places: [sizes[place] for place in places],
     "Slice": lambda sizes, start, end, axis=(0,), step=(1,): sizes[start[0] : end[0] : step[0]],
     "Concat": lambda *lists: list(chain(*lists)),
     **{name: partial(_by_entry, combine) for name, combine in (("Add", add), ("Sub", sub), ("Mul", mul))},
 }
-# An end of a Slice from which on it is that of any axis.
+# A Slice with an end from here on takes all of any axis.
 ANY_END = 1 << 31
 
 
 def join_views(editor: Editor, sizes: Sizes) -> None:
-    """Make views read the source of the views before them, and remove those without effect, in place.
+    """Make views read the source of the views before them, and bypass those without effect, in place.
 
-    Nodes that nothing reads any more stay.
+    Nodes that nothing reads any more stay in the graph.
     """
     for node in [node for node in editor.graph if _is_view(node) or _keeps(node, sizes)]:
         made, sources = node.outputs[0], list(_sources(node, sizes))
-        own = sizes.axes(made if _is_view(node) or not sources else sources[0])  # what is kept may have another name
+        own = sizes.axes(made if _is_view(node) or not sources else sources[0])  # their symbols may differ
         restored = next((value for value in reversed(sources) if _are_same(sizes.axes(value), own)), None)
         if restored is not None and not made.is_graph_output():
             made.replace_all_uses_with(restored)
@@ -63,7 +64,7 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
 
 
 def _join_parts(editor: Editor, sizes: Sizes) -> None:
-    """Let readers of a Concat read the value whose parts it joins again, as between two blocks of two streams."""
+    """Bypass a Concat of all slices of a value, as between blocks of two streams (image and text)."""
     for node in list(editor.graph):
         joined = node.outputs[0]
         source = _source_of_parts(node, sizes) if is_onnx(node, "Concat") else None
@@ -72,9 +73,9 @@ def _join_parts(editor: Editor, sizes: Sizes) -> None:
 
 
 def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
-    """The value that a Concat's inputs are all parts of, in order; None if there is none.
+    """The value whose consecutive slices are a Concat's inputs; None if there is none.
 
-    Two parts may meet anywhere: what a Slice ends at, the other one begins at.
+    Two slices need no known sizes: the end of the first is the start of the second.
     """
     makers = [None if value is None else value.producer() for value in concat.inputs]
     source = value_before(concat.inputs[0], "Slice")
@@ -94,7 +95,7 @@ def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
 
 
 def _part(node: ir.Node, source: ir.Value, axis: int, rank: int, sizes: Sizes) -> tuple[Entry, Entry] | None:
-    """The bounds of a Slice of this value along this axis alone; None for other nodes."""
+    """The start and end of a Slice of `source` along `axis` alone; None for other nodes."""
     if not is_onnx(node, "Slice") or node.inputs[0] is not source or len(node.inputs) < 4:
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
@@ -106,7 +107,7 @@ def _part(node: ir.Node, source: ir.Value, axis: int, rank: int, sizes: Sizes) -
 
 
 def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> bool:
-    """Whether axes are as long as others, and the graph does not tell them apart."""
+    """Whether axes have the same sizes, and no different symbols, as others."""
     if axes is None or others is None or len(axes) != len(others):
         return False
     return not any(axis.is_apart(other) for axis, other in zip(axes, others, strict=True))
@@ -127,9 +128,9 @@ def _keeps(node: ir.Node, sizes: Sizes) -> bool:
 
 
 def _repeats_nothing(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether an Expand is to its input's own sizes, by their names in the graph: an axis of one may become larger.
+    """Whether an Expand has no effect in any request: its sizes are 1, missing, or the symbols of its input's axes.
 
-    Sizes may be left out, or be 1.
+    Equal sizes alone do not suffice: an axis of one element may be larger in another request.
     """
     wanted = _computed(node.inputs[1], sizes)
     pairs = zip(reversed(wanted or ()), reversed(axes), strict=False)
@@ -137,9 +138,9 @@ def _repeats_nothing(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 
 def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a Slice that takes all of its input for two sets of sizes does so for all.
+    """Whether a Slice takes all of its input in any request: each end is the symbol of the axis, or beyond any size.
 
-    The graph must say that its end is the end of the axis. A mask may be longer than the keys that it is cut to.
+    Equal sizes alone do not suffice: in another request a mask may be longer than the keys that it is sliced to.
     """
     _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
     places = list(range(len(axes))) if along is None else constant_numbers(along)
@@ -157,25 +158,25 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 
 def _is_end(stop: Entry, axis: Axis) -> bool:
-    """Whether a Slice that stops there takes an axis to its end, by the graph."""
+    """Whether a Slice that stops there takes an axis to its end in any request."""
     return (isinstance(stop, int) and stop >= ANY_END) or _is_size_of(stop, axis)
 
 
 def _is_size_of(size: Entry, axis: Axis) -> bool:
-    """Whether a size is that of an axis, by the graph."""
+    """Whether a size is that of an axis in any request."""
     own = axis.symbol if axis.fixed is None else axis.fixed
     return isinstance(own, int | ir.SymbolicDim) and _is_equal(size, own)
 
 
 def _is_equal(one: Entry, other: Entry) -> bool:
-    """Whether two sizes are always equal, by the graph."""
+    """Whether two sizes are equal in any request, by their symbols."""
     if isinstance(one, int) or isinstance(other, int):
         return one == other
     return None not in (one.value, other.value) and (one - other).evaluate({}) == 0
 
 
 def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
-    """A list of sizes in the graph's names; None if one of them is not known."""
+    """A value that is a list of sizes, as numbers and symbols; None if one of them is not known."""
     if (numbers := constant_numbers(value)) is not None:
         return numbers
     node = None if value is None else value.producer()
@@ -189,13 +190,15 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
     lists = [_computed(part, sizes) for part in node.inputs]
-    picks = lists[1:] if node.op_type in ("Gather", "Slice") else []
-    is_known = all(part is not None for part in lists) and all(isinstance(n, int) for part in picks for n in part or ())
+    indices = lists[1:] if node.op_type in ("Gather", "Slice") else []
+    is_known = all(part is not None for part in lists) and all(
+        isinstance(n, int) for part in indices for n in part or ()
+    )
     return _COMPUTE[node.op_type](*lists) if is_known and node.op_type in _COMPUTE else None
 
 
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
-    """The input of a view, the input of the view before that, and so on, as far as sizes are known."""
+    """The input of a node that is a view or without effect, the input of such a node before it, and so on."""
     while node is not None and (_is_view(node) or _keeps(node, sizes)):
         value = node.inputs[0]
         if value is None or sizes.of(value) is None:
@@ -205,7 +208,7 @@ def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
 
 
 def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | None:
-    """The sizes by which a Reshape makes the same of a source; None if they are not constant."""
+    """The constant shape by which a Reshape of `source` gives the same result; None if there is none."""
     shape = node.inputs[1].const_value if node.op_type == "Reshape" and node.inputs[1] is not None else None
     if shape is None or node.attributes.get_int("allowzero", False):
         return None
@@ -214,5 +217,5 @@ def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | Non
     numbers: list[int] = shape.numpy().tolist()
     lost = [n for n, number in enumerate(numbers) if number == 0 and (n >= len(new) or old[n].is_apart(new[n]))]
     if len(lost) == 1 and numbers.count(0) == 1 and -1 not in numbers:
-        numbers[lost.pop()] = -1  # with a size that is kept, which may be 0, it could not be found
+        numbers[lost.pop()] = -1  # only without other zeros: a copied size of 0 makes -1 ambiguous
     return None if lost else numbers

@@ -1,4 +1,4 @@
-"""Adds nodes in place of decomposed ones, and keeps the sizes of new values."""
+"""Adds the nodes that replace decomposed ones, and records the sizes of their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from splitc.compiler.nodes import unused_name
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a size can be read: an axis of a value, times or divided by a number."""
+    """Where a size can be read: axis `place` of a value, times `times`, divided by `over`."""
 
     value: ir.Value
     place: int
@@ -30,9 +30,9 @@ class _Source:
 
 @dataclass(frozen=True)
 class Writer:
-    """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`.
+    """Adds nodes before the node `at`, and names their results `name`/role. Dynamic sizes are read off the `sources`.
 
-    `known` are lists of one size, by that size; they are preferred.
+    `known` are values that hold one size each, by that size; they are preferred to sources.
     """
 
     at: ir.Node
@@ -47,14 +47,14 @@ class Writer:
     def of(
         value: ir.Value, sources: Iterable[ir.Value], editor: Editor, sizes: Sizes, name: str | None = None
     ) -> Writer:
-        """Adds nodes before the one that makes a value, named after it. Sources of unknown sizes don't count."""
+        """A writer of nodes before the one that makes a value, named after it. Sources of unknown sizes are ignored."""
         at, known = value.producer(), tuple(source for source in sources if sizes.of(source) is not None)
         assert at is not None
         return Writer(at, name or value.name or "", known, editor, sizes)
 
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:
-        """Remove all added nodes, which nothing else reads, if NotFusedError is raised."""
+        """Remove all added nodes if NotFusedError is raised. Nothing else may read their results."""
         try:
             yield
         except NotFusedError:
@@ -71,7 +71,7 @@ class Writer:
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """Add a node. Returns its result, of the type of `like`."""
+        """Add a node of one output. Returns its result, which has these axes and the type of `like`."""
         value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
         node = value.producer()
         assert node is not None
@@ -80,23 +80,23 @@ class Writer:
         return value
 
     def insert(self, node: ir.Node) -> None:
-        """Add a node that exists already. Its results are named later."""
+        """Add a node that was made elsewhere. Its results still need names."""
         self.editor.graph.insert_before(self.at, node)
         self.added.append(node)
 
     def name_value(self, value: ir.Value, role: str, like: ir.Value, axes: Iterable[Axis]) -> None:
-        """Name a new node's result, which is of the type of `like`."""
+        """Name a new node's result, and record its axes, and its type as that of `like`."""
         value.name, value.type = unused_name(f"{self.name}/{role}", self.sizes.shapes), like.type
         self.sizes.put(value, axes)
 
     def take_place(self, new: ir.Value, old: ir.Value) -> None:
-        """Make all readers of an old value read a new one, which keeps its own axes."""
+        """Make all readers of an old value read a new one, which takes its name and keeps its own axes."""
         axes = self.axes(new)
         take_place(new, old)
         self.sizes.put(new, axes)
 
     def undo(self) -> None:
-        """Remove all added nodes, which nothing else reads."""
+        """Remove all added nodes. Nothing else may read their results."""
         for node in reversed(self.added):
             self.editor.graph.remove(node, safe=True)
         self.added.clear()
@@ -114,16 +114,16 @@ class Writer:
         made.type = ir.TensorType(like.dtype)
         return made
 
-    def ordered(self, operand: Operand, role: str) -> ir.Value:
-        """An operand, transposed as it says, without its factor."""
+    def transpose(self, operand: Operand, role: str) -> ir.Value:
+        """An operand's value, transposed by its axes. Its factor is not applied."""
         if operand.is_value:
             return operand.value
         axes = self.axes(operand.value)
         order = list(operand.axes)
         return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
 
-    def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
-        """A value reshaped to other axes."""
+    def reshape(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value, reshaped to other axes; the value itself if it has them already."""
         own = self.axes(value)
         kept = [self._is_same(*pair) for pair in zip(own, axes, strict=False)]
         if len(own) == len(axes) and all(kept):
@@ -137,13 +137,13 @@ class Writer:
         return self.add(role, "Reshape", [value, self.list_of(numbers, role)], value, axes)
 
     def _freed(self, numbers: Sequence[int | Axis]) -> int | None:
-        """The axis whose size a Reshape infers (-1): one whose size can't be read, else the first."""
+        """The axis whose size a Reshape infers (-1): one whose size can't be read, else the first dynamic one."""
         open_axes = [place for place, number in enumerate(numbers) if isinstance(number, Axis)]
         unread = [place for place in open_axes if isinstance(axis := numbers[place], Axis) and not self.has(axis)]
         return next(iter((*unread, *open_axes)), None)
 
-    def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
-        """A value expanded along axes of which it has one element, or none: missing leading axes are added."""
+    def expand(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value, expanded along axes of one element. Missing leading axes are added."""
         lacking = len(axes) - len(self.axes(value))
         own = (*[fixed_axis(1)] * lacking, *self.axes(value))
         kept = [self._is_same(*pair) for pair in zip(own, axes, strict=True)]
@@ -160,14 +160,17 @@ class Writer:
         return axis.fixed is not None or axis.size in self.known or self._source(axis) is not None
 
     def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
-        """A list of sizes, constant if all are fixed."""
+        """A one-dimensional int64 value of sizes; a constant if all are fixed.
+
+        Raises NotFusedError if a dynamic size can't be read off the sources.
+        """
         if not any(isinstance(number, Axis) for number in numbers):
             return self.editor.constant(np.array(numbers, np.int64))
         parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
         return parts[0] if len(parts) == 1 else self.integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
 
     def _number(self, number: int | Axis, role: str) -> ir.Value:
-        """A list of one size."""
+        """An int64 value that holds one size."""
         fixed = number.fixed if isinstance(number, Axis) else number
         if fixed is not None:
             return self.editor.numbers(fixed)
@@ -186,15 +189,15 @@ class Writer:
         return size
 
     def integers(self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any) -> ir.Value:
-        """Add a node that makes a list of so many sizes."""
+        """Add a node whose result is int64 [count]."""
         value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
         value.type = ir.TensorType(ir.DataType.INT64)
         return value
 
     def _source(self, axis: Axis) -> _Source | None:
-        """Where an axis' size can be read: off an equal axis, else off a multiple or a fraction of it.
+        """Where an axis' size can be read: off an equal axis, else off an axis of a multiple or a fraction of its size.
 
-        An axis with the same name in the graph comes first: others may have one element, and be repeated.
+        An axis with the same symbol is preferred: others may be broadcast, and so have one element in other requests.
         """
         places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
         same = [(value, place, own.is_same(axis)) for value, place, own in places if own.size == axis.size]
@@ -211,7 +214,7 @@ class Writer:
         return None
 
     def _is_same(self, one: Axis, other: Axis) -> bool:
-        """Whether two axes have the same size. If the probes are the planned sizes, that may be by chance."""
+        """Whether two axes have the same size; without probe sizes, also no different symbols."""
         return one.size == other.size and (self.sizes.differ or not one.is_apart(other))
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:

@@ -1,1 +1,1 @@
-"""Lowering: from a plan to each rank's graphs and program."""
+"""Lowering: a plan becomes each rank's graphs and program."""

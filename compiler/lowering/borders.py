@@ -1,4 +1,7 @@
-"""Values that enter or leave an island: ranks join their shards into the whole value, or cut their shards out of it."""
+"""Values that enter or leave an island: shards are joined into the whole value, or sliced out of it.
+
+An island is a node that is sharded along another axis than the nodes around it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PADS_INTEGERS = 13
 
 
 def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
-    """Give a node of an island the shard of an input that it needs."""
+    """Replace an input of an island's node by the shard that the node needs, in place."""
     if crossing.is_joined(shards.ranges) or crossing.is_cut(shards.ranges):
         assert crossing.place is not None
         value = node.inputs[crossing.place]
@@ -32,7 +35,7 @@ def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: C
 
 
 def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> None:
-    """Give all readers of a value outside the island the shard that they need."""
+    """Make all readers of an island's result read the shard that they need, in place."""
     if crossing.is_joined(shards.ranges):
         value = _join(editor, shards, ranks, value, crossing)
     if crossing.is_cut(shards.ranges):
@@ -40,10 +43,9 @@ def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 
 
 def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
-    """The whole value: the sum of all ranks' shards, each padded with zeros.
+    """Join shards into the whole value: an all-reduce of shards that are padded with zeros.
 
-    A rank whose shard is a replica of another one's adds only zeros. Small integers are summed as larger ones if the
-    opset can't pad them.
+    A rank whose shard is a copy of another rank's adds only zeros. 8-bit integers are cast if the opset can't pad them.
     """
     runs = {side.number: _run(shards, side.before) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
@@ -62,14 +64,14 @@ def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 
 
 def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) -> ir.Value:
-    """The rank's shard of the whole value."""
+    """Slice the rank's shard out of the whole value."""
     runs = {side.number: _run(shards, side.after) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.after) for side in crossing.sides}
     return _slice(editor, value, {number: run for number, run in runs.items() if run.size < sizes[number]}, "whole")
 
 
 def _run(shards: Shards, axis: Axis) -> Range:
-    """The rank's elements along an axis: those of its first factor's units, since no other one is sharded."""
+    """The rank's elements along an axis. Only the axis' first factor can be sharded."""
     leaves = ax.leaves(axis)
     if not leaves:
         return Range(0, ax.size_of(axis))
@@ -79,7 +81,7 @@ def _run(shards: Shards, axis: Axis) -> Range:
 
 
 def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
-    """A value's elements in these runs of its axes."""
+    """A value sliced to ranges of elements, by the number of the axis."""
     if not runs:
         return value
     starts, ends = [run.start for run in runs.values()], [run.stop for run in runs.values()]
@@ -90,7 +92,7 @@ def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str)
 
 
 def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
-    """A value padded with zeros: `pads` are their numbers before and after it along each axis."""
+    """A value padded with zeros: `pads` are the numbers of zeros before and after it, by axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]
     sizes, attributes = editor.lists("Pad", pads=flat)
@@ -98,7 +100,7 @@ def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes
 
 
 def _resize(value: ir.Value, sizes: dict[int, int]) -> None:
-    """Set these sizes in a value's shape and noted sizes, which were copied from the value that it replaces."""
+    """Set sizes, by axis, in a value's shape and noted sizes: both were copied from the value that it replaces."""
     value.shape = _with_sizes(value.shape, sizes)
     note_sizes(value, _with_sizes(noted_sizes(value), sizes))
 

@@ -1,4 +1,4 @@
-"""A rank's graph under construction, with transfers that tokens chain: all ranks run them in one order."""
+"""Adds transfers to a rank's graph, chained by tokens so that all ranks run them in one order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.nodes import unused_name
 
 
 class ChainedGraph:
-    """A graph, and the token of its last chained operator. The first operator takes a constant instead."""
+    """A graph under construction, with the token of its last transfer. The first transfer takes a constant as token."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -36,7 +36,7 @@ class ChainedGraph:
         return value
 
     def run_before(self, values: Sequence[ir.Value]) -> None:
-        """Let operators that are chained later run after the nodes that compute these values."""
+        """Make later transfers wait for the nodes that compute these values."""
         (self._token,) = self._operator(AFTER, [self._last, *values], {}, [f"{values[0].name}/computed"])
 
     def finish(self) -> ir.Graph:

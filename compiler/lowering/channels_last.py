@@ -1,11 +1,10 @@
-"""Computes group norms and the convolutions beside them with channels last, on GPUs in half precision.
+"""Computes GroupNorms and the convolutions around them with channels last (NHWC), on GPUs in half precision.
 
-Tensor cores multiply by channels, so cuDNN moves them last before each convolution and back after it. ONNX Runtime's
-own kernel for group norms, which includes SiLU, takes channels last only; without it, a norm is a batch norm of cuDNN,
-a scale, a shift and two passes for SiLU. On an H200 both together take 0.5 to 0.65 of the time
-(tests/benchmarks/fused_attention.py), and the decoder of SDXL's VAE takes 38 ms instead of 80 (tests/gpu/fused.py).
-Transposes are written around these operators, and ONNX Runtime removes those between two of them when it loads the
-engine.
+Tensor cores need channels last, so cuDNN transposes the data before and after each convolution. ONNX Runtime's operator
+GroupNorm, which includes SiLU, takes channels last only; decomposed, the norm is cuDNN's batch norm, a scale, a shift
+and two passes for SiLU. On an H200 both together take 0.5 to 0.65 of the time (tests/benchmarks/fused_attention.py),
+and the decoder of SDXL's VAE takes 38 ms instead of 80 (tests/gpu/fused.py). Transposes are added around these
+operators; ONNX Runtime removes those between two of them when it loads the engine.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
 CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
-# The most channels of a group, which must be even (group_norm_common_base.h of ONNX Runtime).
+# The most channels of a group that the kernel supports; it must be even (group_norm_common_base.h of ONNX Runtime).
 MOST_CHANNELS = 512
-# The most numbers of an image: its kernel counts them in 32 bits (group_norm_impl.cu).
+# The most elements of an image: the kernel counts them in 32 bits (group_norm_impl.cu).
 MOST_NUMBERS = 2**31 - 1
-# Kernels for tensor cores read and write so many channels at once. cuDNN pads what it reads, but computes other numbers
-# of channels without tensor cores. On an H200 the decoder of SDXL's VAE, which ends with 3, took 37.9 ms without.
+# Tensor cores read and write multiples of this many channels. cuDNN pads input channels, but does not use tensor cores
+# for other numbers of output channels. Unpadded, the decoder of SDXL's VAE, with 3 at its end, took 37.9 ms on an H200.
 CHANNELS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class _GroupNorm:
-    """A norm of `data`, [n, c, h, w], in so many groups, with SiLU if it `activates`. `last` is its last node."""
+    """A GroupNorm of `data` [n, c, h, w], followed by SiLU if it `activates`. `last` is its last node."""
 
     data: ir.Value
     groups: int
@@ -61,9 +60,9 @@ class _GroupNorm:
 
 
 def use_channels_last(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
-    """Replace group norms, and in a graph that has some the convolutions too, in place.
+    """Replace GroupNorms, and the convolutions of a graph that has a GroupNorm, in place.
 
-    `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
+    `shapes` are those of the model's values. Nodes without readers afterwards stay.
     """
     editor = Editor(graph)
     norms = [norm for node in graph if (norm := _find_norm(node, shapes)) is not None]
@@ -75,11 +74,11 @@ def use_channels_last(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
 
 def _find_norm(node: ir.Node, shapes: Mapping[str, Shape]) -> _GroupNorm | None:
-    """The group norm that a node normalizes; None if it is none, or the operator's kernel does not support it."""
+    """The GroupNorm around a node that normalizes; None for other nodes, and if the kernel does not support it."""
     norm = _of_operator(node) or _of_instances(node)
     if norm is None or not _are_images(norm.data, norm.scale, shapes) or norm.scale.size != norm.shift.size:
         return None
-    # On this rank, which has a part of the model's channels where they are sharded.
+    # The rank's own channels, which may be a shard of the model's.
     channels = norm.scale.size
     fits = channels % (2 * norm.groups) == 0 and channels // norm.groups <= MOST_CHANNELS
     return norm if fits and channels * math.prod(planned_shape(norm.data, shapes)[2:]) <= MOST_NUMBERS else None
@@ -94,7 +93,7 @@ def _of_operator(node: ir.Node) -> _GroupNorm | None:
 
 
 def _of_instances(node: ir.Node) -> _GroupNorm | None:
-    """The norm that exporters write by an InstanceNormalization of [n, groups, ...] between two Reshapes."""
+    """The GroupNorm that is decomposed to an InstanceNormalization of [n, groups, ...] between Reshapes; else None."""
     if not is_onnx(node, "InstanceNormalization"):
         return None
     grouped, ones, zeros = node.inputs
@@ -115,7 +114,7 @@ def _of_instances(node: ir.Node) -> _GroupNorm | None:
 def _with_weights(
     last: ir.Node, data: ir.Value | None, scale: ir.Value | None, shift: ir.Value | None, groups: int, epsilon: float
 ) -> _GroupNorm | None:
-    """The norm with its weights, and with SiLU if its result is only read by that."""
+    """The GroupNorm with its weights, and with SiLU if nothing else reads its result."""
     by_channel = [_weight(value_before(value, "Reshape", "Unsqueeze") or value) for value in (scale, shift)]
     if data is None or groups <= 0 or by_channel[0] is None or by_channel[1] is None:
         return None
@@ -124,19 +123,19 @@ def _with_weights(
 
 
 def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of a weight that no request overrides; None for other values."""
+    """The tensor of an initializer that requests can't override; None for other values."""
     return value.const_value if value is not None and value.is_initializer() and source_of(value) is None else None
 
 
 def _filled(value: ir.Value | None, number: float) -> int | None:
-    """The size of a constant vector, if all of its elements are this number."""
+    """The size of a constant vector whose elements are all this number; None for other values."""
     tensor = _weight(value)
     array = None if tensor is None or len(tensor.shape) != 1 else tensor.numpy()
     return None if array is None or not (array == number).all() else array.size
 
 
 def _is_grouped(reshape: ir.Node, groups: int) -> bool:
-    """Whether a Reshape of [n, c, h, w] results in [n, groups, ...], by its target or by the model's shapes."""
+    """Whether a Reshape of [n, c, h, w] gives [n, groups, ...], by its constant target or by the model's shapes."""
     data, target = reshape.inputs
     whole, numbers = None if data is None else described(data).shape, constant_numbers(target)
     if numbers is not None:
@@ -147,7 +146,7 @@ def _is_grouped(reshape: ir.Node, groups: int) -> bool:
 
 
 def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
-    """Whether a Reshape gives the norm's result the shape of its data, which the model states or computes."""
+    """Whether a Reshape restores the shape of the data: the target is that Shape, or the model declares both equal."""
     wanted, target = known_shape(data), reshape.inputs[1]
     shape = made_by(target, "Shape")
     if shape is not None and not _cuts(shape):
@@ -156,19 +155,19 @@ def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
 
 
 def _cuts(shape: ir.Node) -> bool:
-    """Whether a Shape gives some of the sizes only."""
+    """Whether a Shape returns only some of the sizes."""
     return shape.attributes.get_int("start", 0) != 0 or "end" in shape.attributes
 
 
 def _is_by_channel(value: ir.Value | None) -> bool:
-    """Whether a value has one number for each channel: [c, 1, 1], or with an axis of 1 before."""
+    """Whether a value is [c, 1, 1] or [1, c, 1, 1]."""
     known = None if value is None else described(value).shape
     shape = [] if known is None else list(known)
     return len(shape) in (3, 4) and shape[-2:] == [1, 1] and shape[:-3] in ([], [1])
 
 
 def _silu(value: ir.Value) -> ir.Node | None:
-    """The Mul that computes x sigmoid(x) of a value that nothing else reads."""
+    """The Mul of x sigmoid(x), if nothing else reads x; else None."""
     users = dict.fromkeys(node for node, _ in value.uses())
     if len(users) != 2 or value.is_graph_output():
         return None
@@ -178,7 +177,7 @@ def _silu(value: ir.Value) -> ir.Node | None:
 
 
 def _are_images(value: ir.Value, weight: ir.TensorProtocol, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a value is images, [n, c, h, w], in half precision as a weight that it meets."""
+    """Whether a value is [n, c, h, w], and the weight that it meets is float16."""
     return weight.dtype == ir.DataType.FLOAT16 and len(planned_shape(value, shapes)) == 4
 
 
@@ -191,7 +190,7 @@ def _write_norm(norm: _GroupNorm, editor: Editor) -> None:
 
 
 def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a node convolves images of half precision by weights of its own, and reads channels for tensor cores."""
+    """Whether a node is a float16 convolution with its own weights, and input channels that suit tensor cores."""
     if not is_onnx(node, "Conv") or node.attributes.get_int("group", 1) != 1:
         return False
     data, weight, *bias = node.inputs
@@ -203,9 +202,9 @@ def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
 
 
 def _write_convolution(node: ir.Node, editor: Editor) -> None:
-    """Write a convolution with its bias as an addition: with channels last, it takes half the time of cuDNN's.
+    """Replace a convolution by NhwcConv. Its bias becomes an Add: that takes half the time of cuDNN's bias with NHWC.
 
-    Its output channels are as many as tensor cores write at once: those without weights are cut off.
+    Output channels are padded with zero weights to what tensor cores write at once, and sliced off afterwards.
     """
     data, weight, *bias = node.inputs
     assert weight is not None

@@ -1,7 +1,7 @@
-"""Nodes by which a rank exchanges values with others while its graph runs.
+"""Communication nodes of a rank's graph: all-reduces and transfers.
 
 All-reduces are `COLLECTIVE` nodes, as in TensorRT. Transfers are operators of splitc's library, chained by tokens so
-that all ranks run them in one order. Engines that can run both inside do; see `engine_segments`.
+that all ranks run them in one order. `engine_segments` chooses whether they run inside engines or between them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
 ALL_REDUCE, SEND, RECEIVE = "AllReduce", "Send", "Receive"
-# Orders operators that are chained later after nodes that exchange nothing.
+# The operator that makes later transfers wait for nodes that do not communicate.
 AFTER = "After"
-# The suffix of operators for values in half precision. If they took any type, ONNX Runtime would run them in single
-# precision on CPUs wherever their neighbours run so, which may differ between ranks.
+# The suffix of operators for float16. If one operator took both types, ONNX Runtime would run it in float32 on CPUs
+# wherever it runs the neighbouring nodes in float32, which may differ between ranks.
 HALF = "Half"
 # The elements of the first token. ONNX Runtime moves a node from the GPU to the CPU if all its inputs are there, or are
-# constants of at most 100 elements (GetCpuPreferredNodes, core/framework/fallback_cpu_capability.cc). An exchange must
-# stay on the GPU.
+# constants of at most 100 elements (GetCpuPreferredNodes, core/framework/fallback_cpu_capability.cc). Communication
+# must stay on the GPU.
 FIRST = 128
 # The attribute `operation` of an all-reduce.
 _OPERATIONS = {"sum": 0, "max": 1}
 
 
 def communicates(node: ir.Node) -> bool:
-    """Whether the node exchanges values with other ranks, or orders such nodes."""
+    """Whether a node communicates with other ranks, or orders such nodes."""
     return node.op_type == COLLECTIVE or node.domain == DOMAIN
 
 
 def kind_of(node: ir.Node) -> str:
-    """The kind of an operator of splitc's library, whatever the type of its values."""
+    """The kind of a communication node, without the suffix for float16."""
     return node.op_type.removesuffix(HALF)
 
 
@@ -45,8 +45,8 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     """Replace the collectives in `graph` by operators, in place, and keep only the named `outputs`. Returns the graph.
 
     Each operator takes the token of the one before it, the first one a constant. So all ranks run them in one order,
-    however their engines order independent nodes. If this rank does not read the last operator's result, that
-    operator's token becomes an output: other ranks wait for the operator.
+    however their engines order independent nodes. If nothing reads the last operator's result on this rank, its token
+    becomes an output: else the engine would drop the operator, and other ranks would wait for it.
     """
     for place, value in reversed(list(enumerate(graph.outputs))):
         if value.name not in outputs:
@@ -66,7 +66,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
 
 
 def first_token(graph: ir.Graph) -> ir.Value:
-    """A constant of the graph that its first exchange takes as its token."""
+    """A constant that the graph's first communication operator takes as its token."""
     return add_initializer(graph, ir.tensor(np.zeros(FIRST, np.uint8), name="splitc_first"))
 
 

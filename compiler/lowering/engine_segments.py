@@ -1,4 +1,4 @@
-"""One engine for a rank's graph, if exchanges can run inside engines; else segments between the exchanges."""
+"""One engine for a rank's graph, if engines can communicate inside; else segments between communication nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from splitc.runtime.hardware.devices import Device
 
 
 def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devices: Sequence[Device]) -> list[Segment]:
-    """The segments of a rank's graph, one for each engine, that give the named `outputs`. `devices` are all ranks'."""
+    """The segments of a rank's graph, one for each engine; they compute the named `outputs`.
+
+    `devices` are those of all ranks.
+    """
     if has_operators(engine, devices):
         return [Segment(use_operators(graph, outputs), ())]
     inside = has_collectives(engine, devices)
@@ -23,5 +26,5 @@ def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devi
 
 
 def has_operators(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether all exchanges run inside the engines, as operators of splitc's library."""
+    """Whether all communication runs inside the engines, as operators of splitc's library."""
     return has_collectives(engine, devices) and find_kind(engine).uses_operators

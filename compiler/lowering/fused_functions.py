@@ -1,6 +1,6 @@
-"""Functions of ONNX operators that compute what fused operators do (see `fused_rows`), in single precision as they do.
+"""ONNX functions of the fused operators (see `fused_rows`): the same computation by ONNX operators, in float32.
 
-Engines for GPUs run on CPU devices by them.
+By these functions, engines for GPUs also run on CPU devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def function_of(kernel: Fused, opset: int) -> onnx.FunctionProto:
 
 
 class _Body:
-    """A function's nodes. `values` are its inputs and results, as all rows in single precision."""
+    """A function's nodes. `values` are its inputs and then its steps' results, [rows, columns] in float32."""
 
     def __init__(self, kernel: Fused, opset: int) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -63,11 +63,11 @@ class _Body:
         return self.add("Constant", value_float=number)
 
     def _rows_of(self, value: str) -> str:
-        """The number of a matrix's rows, as a list."""
+        """The number of a matrix's rows, int64 [1]."""
         return self.add("Slice", self.add("Shape", value), self._sizes(0), self._sizes(1))
 
     def _input(self, name: str, given: FusedInput) -> str:
-        """An input, with its rows repeated as its span says; positions as they are."""
+        """An input with its rows repeated as its span says; positions are returned as they are."""
         if given.span == "positions":
             return name
         rows = self.add("Cast", self.add("Reshape", name, self._sizes(-1, given.width)), to=SINGLE)
@@ -128,5 +128,5 @@ class _Body:
         outer = self.add("Slice", "shape", self._sizes(0), self._sizes(2))
         data = self.add("Reshape", reads[0], self.add("Concat", outer, self._sizes(heads * self._columns), axis=0))
         given = data, *reads[1:]
-        turned = self.add("RotaryEmbedding", *given, domain=MICROSOFT, num_heads=heads, interleaved=interleaved)
-        return self.add("Reshape", turned, self._sizes(-1, self._columns))
+        rotated = self.add("RotaryEmbedding", *given, domain=MICROSOFT, num_heads=heads, interleaved=interleaved)
+        return self.add("Reshape", rotated, self._sizes(-1, self._columns))

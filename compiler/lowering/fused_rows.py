@@ -1,12 +1,13 @@
-"""Fuses operators that compute row by row into one kernel of our own, on GPUs in half precision.
+"""Fuses elementwise operators, norms and rotary embeddings into one kernel of our own, on GPUs in half precision.
 
-Additions, gates, activations, norms and rotary embeddings read and write their data once each. ONNX Runtime has fused
-operators for some sequences of them, and its kernels for norms and rotary embeddings reach a fraction of the memory's
-speed. On an H200, for the queries of FLUX.1-dev (4,608 tokens of 24 heads of 128), a bias, an RMSNorm and a rotary
-embedding take 147 microseconds, and 23 as one kernel; a LayerNorm takes 61, and 24.
+Unfused, each of these operators reads and writes its data once. ONNX Runtime fuses some sequences of them, and its
+kernels for norms and rotary embeddings reach a fraction of the memory bandwidth. On an H200, for the queries of
+FLUX.1-dev (4,608 tokens of 24 heads of 128), a bias, an RMSNorm and a rotary embedding take 147 microseconds, and 23 as
+one kernel; a LayerNorm takes 61, and 24.
 
-A group is a node and those before it that nothing else reads, as steps on rows (runtime/package/fused.py). A row is as
-long as the shortest row of a step: a head, where there are norms of heads. Reshape and the like are no steps.
+A group is a node, and nodes before it whose results only the group reads. Each is a step of the kernel
+(runtime/package/fused.py), which works on rows: a row is the last axis, or a head where a norm or a rotary embedding
+works on heads. Reshapes are no steps: they move no data.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, 
 
 MICROSOFT = "com.microsoft"
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-# Steps by operators, where the names differ.
+# The names of steps that differ from their operators' names.
 NAMES = {"SimplifiedLayerNormalization": "RMSNormalization"}
 NORMS = ("LayerNormalization", "RMSNormalization")
-# The least numbers that an operator computes. A choice: for fewer, a kernel takes about as long as its launch.
+# The least elements of a result that is worth fusing. A choice: for fewer, a kernel takes about as long as its launch.
 LEAST = 1 << 17
 # The axes of an image: batch, channels, height and width.
 IMAGE = 4
@@ -53,12 +54,12 @@ class _NoStepError(Exception):
 
 @dataclass
 class _Group:
-    """The steps of a group while they are written.
+    """A group under construction.
 
-    - `nodes`: those of its steps, in order.
-    - `columns`: the numbers of a row.
-    - `shape`: that of the result, and of all inputs of span `all`.
-    - `inputs`: the values that it reads, and how.
+    - `nodes`: the nodes that are its steps, in order.
+    - `columns`: the elements of a row.
+    - `shape`: the shape of the result, and of all inputs of span `all`.
+    - `inputs`: the values that the kernel reads, each with the way in which it is read.
     """
 
     nodes: Sequence[ir.Node]
@@ -68,7 +69,7 @@ class _Group:
     steps: list[FusedStep] = field(default_factory=list)
 
     def read(self, value: ir.Value, span: Span, width: int) -> int:
-        """The number of an input."""
+        """The number of an input, which is added if it is new."""
         given = value, FusedInput(span, width)
         if given not in self.inputs:
             self.inputs.append(given)
@@ -78,7 +79,7 @@ class _Group:
 def fuse_rows(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """Replace groups by one operator each, in place.
 
-    `shapes` are those of the model's values. Nodes that have no reader afterwards stay; the graph has no such node yet.
+    `shapes` are those of the model's values. All nodes of the graph have readers; those without afterwards stay.
     """
     editor, gone = Editor(graph), set[ir.Node]()
     order = {node: number for number, node in enumerate(graph)}
@@ -101,7 +102,7 @@ def _step_name(node: ir.Node) -> str | None:
 
 
 def _is_step(node: ir.Node) -> bool:
-    """Whether a node computes row by row, in half precision, with known sizes."""
+    """Whether a node may be a step: an operator of `STEPS` with a float16 result of known sizes."""
     result = node.outputs[0] if node.outputs else None
     if result is None or _step_name(node) is None or described(result).dtype != ir.DataType.FLOAT16:
         return False
@@ -112,14 +113,14 @@ def _is_step(node: ir.Node) -> bool:
 
 
 def _sizes(value: ir.Value) -> Sizes | None:
-    """A value's sizes on this rank, as numbers or names; None unless all are known."""
+    """A value's sizes on this rank, as numbers or symbols; None unless all are known."""
     return numbers_or_names(noted_sizes(value) if value.const_value is None else value.const_value.shape)
 
 
 def _grow(root: ir.Node, order: Mapping[ir.Node, int], gone: set[ir.Node]) -> _Group | None:
-    """The largest group with this result that has a kernel; None if none is worth one.
+    """The largest group that ends at a node and can be one kernel; None if no group is worth one.
 
-    `order` has the graph's nodes, of which those in `gone` are part of other groups.
+    `order` numbers the graph's nodes. Nodes in `gone` are part of other groups already.
     """
     refused: set[ir.Node] = set()
     while root not in refused:
@@ -138,7 +139,7 @@ def _grow(root: ir.Node, order: Mapping[ir.Node, int], gone: set[ir.Node]) -> _G
 
 
 def _moves_axes(group: _Group) -> bool:
-    """Whether the group is between Transposes of images that ONNX Runtime would move through its nodes, and remove."""
+    """Whether the group stands between Transposes of images, which ONNX Runtime would move together and remove."""
     if len(group.shape) < IMAGE or any(_step_name(node) not in POINTWISE for node in group.nodes):
         return False
     data = [value for value, given in group.inputs if given.span == "all"]
@@ -147,7 +148,7 @@ def _moves_axes(group: _Group) -> bool:
 
 
 def _members(root: ir.Node, gone: set[ir.Node], refused: set[ir.Node]) -> set[ir.Node]:
-    """A node, and those before it whose results only the group reads."""
+    """The node `root`, and nodes before it whose results only the group reads."""
     members, new = {root}, [root]
     while new:
         makers = {_behind_views(value)[-1].producer() for node in members for value in _data(node)}
@@ -171,7 +172,7 @@ def _data(node: ir.Node) -> list[ir.Value]:
 
 
 def _behind_views(value: ir.Value) -> list[ir.Value]:
-    """A value and what it is a view of, the original last."""
+    """A value and the values that it is a Reshape of, the first one last."""
     chain = [value]
     while (before := value_before(chain[-1], *VIEWS)) is not None:
         chain.append(before)
@@ -179,7 +180,7 @@ def _behind_views(value: ir.Value) -> list[ir.Value]:
 
 
 def _readers(value: ir.Value, gone: set[ir.Node]) -> Iterator[ir.Node | None]:
-    """The nodes that read a value or its views; None for the graph's outputs."""
+    """The nodes, not in `gone`, that read a value or a Reshape of it; None for an output of the graph."""
     if value.is_graph_output():
         yield None
     for node, place in value.uses():
@@ -190,11 +191,11 @@ def _readers(value: ir.Value, gone: set[ir.Node]) -> Iterator[ir.Node | None]:
 
 
 def _steps(nodes: Sequence[ir.Node]) -> _Group:
-    """The group of these nodes. Raises _NoStepError for one that can't be a step of it."""
+    """The group of these nodes. Raises _NoStepError for a node that can't be a step of it."""
     shape = _sizes(nodes[-1].outputs[0])
     assert shape is not None
     group = _Group(nodes, _columns(nodes), shape)
-    # Steps are counted after the inputs, whose number is not known yet: below 0 until then.
+    # Steps are numbered after the inputs, whose number is not known yet: until then step n is -1 - n.
     known: dict[ir.Value, int] = {}
     for node in nodes:
         name = _step_name(node)
@@ -228,7 +229,7 @@ def _steps(nodes: Sequence[ir.Node]) -> _Group:
 
 
 def _put_first(group: _Group) -> None:
-    """Let the first input be data, whose shape is the result's."""
+    """Swap inputs so that the first one has the result's shape."""
     first = next(number for number, (_, given) in enumerate(group.inputs) if given.span == "all")
     moved = {first: 0, 0: first}
     group.inputs[0], group.inputs[first] = group.inputs[first], group.inputs[0]
@@ -236,9 +237,9 @@ def _put_first(group: _Group) -> None:
 
 
 def _columns(nodes: Sequence[ir.Node]) -> int:
-    """The numbers of a row: the head or the last axis that a norm or rotary embedding needs, or else the shortest axis.
+    """The elements of a row: what the norms and rotary embeddings work on, or else the shortest last axis.
 
-    Raises _NoStepError for the first node of which that is no part.
+    Raises _NoStepError for the first node that does not consist of such rows.
     """
     lengths = {node: _length(node) for node in nodes}
     needed = [length for node, length in lengths.items() if _step_name(node) not in POINTWISE]
@@ -252,7 +253,7 @@ def _columns(nodes: Sequence[ir.Node]) -> int:
 
 
 def _length(node: ir.Node) -> int:
-    """The length of a step's rows."""
+    """The length of a step's rows. Raises _NoStepError for a rotary embedding that the kernel does not support."""
     shape = _sizes(node.outputs[0])
     assert shape is not None and isinstance(shape[-1], int)
     if _step_name(node) != ROTARY:
@@ -261,7 +262,7 @@ def _length(node: ir.Node) -> int:
     others = (node.attributes.get_int(name, 0) for name in ("rotary_embedding_dim", "is_packed_batching"))
     half = size // max(heads, 1) // 2
     interleaved = node.attributes.get_int("interleaved", 0)
-    # Partners that are not neighbors are exchanged between threads of a warp.
+    # Elements of pairs that are not neighbors are exchanged between threads of a warp.
     fits = half % WIDTH == 0 and (interleaved or (half & (half - 1) == 0 and 2 * half <= WARP * WIDTH))
     if len(shape) != 3 or heads < 1 or size % heads or any(others) or not fits:
         raise _NoStepError(node)
@@ -271,7 +272,7 @@ def _length(node: ir.Node) -> int:
 
 
 def _whole(group: _Group, node: ir.Node, value: ir.Value) -> int:
-    """The number of an input with the shape of a step's result: the view of it with the shape of the group's result."""
+    """The number of an input that has the shape of a step's result, reshaped to that of the group's result."""
     view = next((view for view in _behind_views(value) if _sizes(view) == group.shape), value)
     own = _sizes(view)
     is_known = _sizes(node.outputs[0]) == group.shape if own is None else _view_of(own, group.shape) is not None
@@ -281,16 +282,16 @@ def _whole(group: _Group, node: ir.Node, value: ir.Value) -> int:
 
 
 def _view_of(own: Sizes, shape: Sizes) -> list[int] | None:
-    """The sizes by which a Reshape makes this shape; None if they are not known."""
+    """The constant target by which a Reshape turns sizes `own` into `shape`; None if there is none."""
     same = list(takewhile(lambda pair: pair[0] == pair[1], zip(own, shape, strict=False)))
     sizes = [0] * len(same) + [size if isinstance(size, int) else -1 for size in shape[len(same) :]]
     return sizes if sizes.count(-1) <= 1 else None
 
 
 def _span(group: _Group, node: ir.Node, value: ir.Value) -> tuple[Span, int]:
-    """How an input with fewer axes or sizes than a step's result goes with rows: its span and width.
+    """How an input is broadcast to the rows of a step's result: its span, and its width (1, or that of a row).
 
-    Raises _NoStepError if it goes with them in another way.
+    Raises _NoStepError if it is neither repeated for the leading axes ("trailing") nor for the last ones ("leading").
     """
     whole, own = _sizes(node.outputs[0]), _sizes(value)
     if whole is None or own is None or described(value).dtype not in (None, ir.DataType.FLOAT16):
@@ -299,7 +300,7 @@ def _span(group: _Group, node: ir.Node, value: ir.Value) -> tuple[Span, int]:
     is_wide = own[-1] == whole[-1]
     if any(size not in (1, full) for size, full in zip(own, whole, strict=True)):
         raise _NoStepError(node)
-    # Of the axes before a row: whether the input has them.
+    # For each axis before a row: whether the input has it, or is broadcast along it.
     has = [size == full for size, full in zip(own[:-1], whole[:-1], strict=True) if full != 1]
     if whole[-1] != group.columns:
         has.append(is_wide)
@@ -322,7 +323,7 @@ def _numbers(node: ir.Node, name: str) -> dict[str, float]:
 
 
 def _write(group: _Group, editor: Editor) -> None:
-    """Insert the operator in the place of the group's last node."""
+    """Replace the group's last node by the fused operator."""
     last = group.nodes[-1]
     inputs = []
     for value, given in group.inputs:

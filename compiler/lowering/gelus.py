@@ -1,9 +1,9 @@
-"""Fuses Gelus with the biases before them, and with the gates that they are, on GPUs in half precision.
+"""Fuses Gelu with the bias before it, and gated Gelu (GEGLU, Shazeer, 2020), on GPUs in half precision.
 
 ONNX Runtime fuses a bias with a Gelu in single precision. In half precision it leaves some forms unfused, which read
-and write the data once more: on an H100, gated layers of two products take 1.2 times as long unfused. On an H200 the
-gated layers of SDXL's U-Net take 0.5 to 0.65 of the time that they take as exported, and with a bias and a Gelu fused
-alone 0.75 (tests/benchmarks/fused_attention.py). A Gelu may be an operator, or decomposed (fusion/gelu.py).
+and write the data once more: on an H100, gated layers of two products take 1.2 times as long. On an H200 the gated
+layers of SDXL's U-Net take 0.5 to 0.65 of the time that they take as exported, and 0.75 if only bias and Gelu are fused
+(tests/benchmarks/fused_attention.py). A Gelu may be an operator, or decomposed (fusion/gelu.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from splitc.compiler.frontend.matching import (
     tensor_of,
 )
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
-from splitc.compiler.fusion.gelu import find_written
+from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.request.shapes import Shape
 
 GATED = "BiasSplitGelu"
-# The numbers of columns of both halves that the operator's kernel supports (bias_split_gelu.cc of ONNX Runtime).
+# The columns of both halves together that the kernel of BiasSplitGelu supports (bias_split_gelu.cc of ONNX Runtime).
 WIDTHS = (2560, 5120, 10240)
-# The number of axes before the columns.
+# The index of the axis of columns: values are [batch, tokens, columns].
 ROWS = 2
 DOMAIN, BIASED = "com.microsoft", "BiasGelu"
 
@@ -48,9 +48,9 @@ class _Half:
 
 
 def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
-    """Replace `left Gelu(right)` of halves with biases by one operator, in place; see `WIDTHS`.
+    """Replace `left x Gelu(right)`, of two halves with biases, by BiasSplitGelu where it supports the width, in place.
 
-    `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
+    `shapes` are those of the model's values. Nodes without readers afterwards stay.
     """
     editor = Editor(graph)
     for node in list(graph):
@@ -59,14 +59,14 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
         left = None if gelu is None or gated is None else other_input(gated, gelu[1])
         if gelu is None or gated is None or left is None or not _are_halves(left, gelu[0], shapes):
             continue
-        reads = 2 if node.op_type == "Erf" else 1  # around an Erf a Gelu reads its input twice, as an operator once
+        reads = 2 if node.op_type == "Erf" else 1  # a decomposed Gelu reads its input twice, the operator once
         halves = _find_split(left, gelu[0]) or _join(left, gelu[0], reads, gated, editor)
         if halves is not None:
             take_place(call(editor, gated, GATED, *halves), gated.outputs[0])
 
 
 def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The data and the bias of a sum, of which these are both halves of the columns; None for other values."""
+    """The product and the bias whose sum is split into these two halves of columns; None for other values."""
     one, other = left.producer(), right.producer()
     if one is None or other is None or not (_splits(one, left, right) or _slices(one, other)):
         return None
@@ -79,16 +79,13 @@ def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | 
 
 
 def _splits(node: ir.Node, left: ir.Value, right: ir.Value) -> bool:
-    """Whether a node splits columns into these two values."""
+    """Whether a node is a Split of columns into these two values."""
     by_columns = is_onnx(node, "Split") and node.attributes.get_int("axis", 0) in (-1, ROWS)
     return by_columns and list(node.outputs) == [left, right]
 
 
 def _slices(one: ir.Node, other: ir.Node) -> bool:
-    """Whether two nodes are Slices of columns of one value, the first from 0, and the second from the first one's end.
-
-    torch's older exporter writes halves so.
-    """
+    """Whether two nodes are Slices of one value's columns, [:middle] and [middle:], as of torch's older exporter."""
     if not all(is_onnx(node, "Slice") and len(node.inputs) == 4 for node in (one, other)):
         return False
     (data, start, end, axis), (same, middle, _, also) = one.inputs, other.inputs
@@ -99,9 +96,9 @@ def _slices(one: ir.Node, other: ir.Node) -> bool:
 def _join(
     left: ir.Value, right: ir.Value, reads: int, before: ir.Node, editor: Editor
 ) -> tuple[ir.Value, ir.Value] | None:
-    """The product with both halves' weights, and both biases; None if they can't become one product.
+    """One product with the weights of both halves, and one bias; None if the halves can't be joined.
 
-    The Gelu `reads` its half so often.
+    `reads` is how often the Gelu reads its half.
     """
     one, other = _find_half(left, 1), _find_half(right, reads)
     if one is None or other is None or one.data is not other.data:
@@ -115,7 +112,7 @@ def _join(
 
 
 def _find_half(total: ir.Value, reads: int) -> _Half | None:
-    """The half whose sum with its bias is read so often, and nowhere else; None for other values."""
+    """The half that a sum of a product and a bias is; None unless it has exactly `reads` readers."""
     biased = find_bias(total)
     product = None if biased is None else made_by(biased[0], "MatMul")
     if biased is None or product is None:
@@ -127,21 +124,18 @@ def _find_half(total: ir.Value, reads: int) -> _Half | None:
 
 
 def _width(bias: ir.Value) -> int:
-    """The number of columns on this rank, which is less than the model's where columns are sharded."""
+    """The number of columns on this rank: fewer than the model's where they are sharded."""
     return tensor_of(bias).size
 
 
 def _are_halves(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> bool:
-    """Whether two values have three axes, and are equally wide."""
+    """Whether two values are [batch, tokens, columns] of the same shape."""
     one, other = (planned_shape(value, shapes) for value in (left, right))
     return len(one) == ROWS + 1 and one == other
 
 
 def fuse_bias_gelus(graph: ir.Graph) -> None:
-    """Fuse each Gelu in half precision with the addition of a bias before it, in place.
-
-    Nodes that have no reader afterwards stay.
-    """
+    """Fuse each float16 Gelu with the Add of a bias before it, in place. Nodes without readers afterwards stay."""
     editor = Editor(graph)
     for node in list(graph):
         gelu = find_gelu(node)
@@ -155,15 +149,15 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
 
 
 def find_gelu(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """The input and the output of an exact Gelu, by its operator or by its Erf; None for any other node."""
+    """The input and the output of an exact Gelu that is this node, or is decomposed around this Erf; else None."""
     exact = node.attributes.get_string("approximate", "none") == "none"
     if node.op_type != "Gelu" or node.domain not in ("", DOMAIN) or not exact or node.inputs[0] is None:
-        return find_written(node)
+        return find_by_erf(node)
     return node.inputs[0], node.outputs[0]
 
 
 def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The data and the bias of a sum in half precision, [..., n] and [n]; None for other sums."""
+    """The data [..., n] and the bias [n] whose float16 sum a value is; None for other values."""
     node = made_by(total, "Add")
     if node is None or described(total).dtype != ir.DataType.FLOAT16:
         return None

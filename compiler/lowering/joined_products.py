@@ -1,8 +1,8 @@
 """Merges the query, key and value projections of attention with a cache into one product and a Split, on GPUs.
 
-For a single token they are small: keys' and values' weights of an 8B decoder are 8 MiB each, which a GPU reads in
-little more than the time of a launch. On an H100 in half precision a token of such a decoder takes 1.05 times as long
-with three products.
+For a single token the projections are small: the key and value weights of an 8B decoder are 8 MiB each, which a GPU
+reads in little more than the time of a launch. On an H100 in half precision a token of such a decoder takes 1.05 times
+as long with three products.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from splitc.compiler.nodes import settings_of
 from splitc.compiler.operators.registry import operator_of
 
 ATTENTION = ("com.microsoft", "GroupQueryAttention")
-# The operator's inputs that are queries, keys and values.
+# The operator's inputs for queries, keys and values.
 PARTS = slice(3)
-# A Split into three parts of any sizes has a kernel of its own in ONNX Runtime (Split3Inner). One into two parts copies
-# their sizes to the GPU.
+# ONNX Runtime has a kernel for a Split into three parts of any sizes (Split3Inner). A Split into two has to copy the
+# sizes to the GPU.
 COUNT = 3
 
 
 def join_products(graph: ir.Graph) -> None:
-    """Merge the products of one value that attention with a cache reads, in place."""
+    """Merge the query, key and value projections of attention with a cache, if they are of one value, in place."""
     editor = Editor(graph)
     for node in list(graph):
         if (node.domain, node.op_type) == ATTENTION and len(node.inputs) > PAST and node.inputs[PAST] is not None:
@@ -59,7 +59,7 @@ def _kind(product: ir.Node) -> Any:
 
 
 def _join(products: list[ir.Node], editor: Editor) -> None:
-    """Replace the products by one product and a Split, in the place of the first one."""
+    """Replace the products by one product and a Split, inserted before the first one."""
     first, axis = products[0], columns_of(products[0])
     weights = [weight_of(product) for product in products]
     name = "+".join(weight.name or "" for weight, _ in weights)

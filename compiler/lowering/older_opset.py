@@ -1,7 +1,7 @@
-"""Writes engines for GPUs with an older opset, where ONNX Runtime's kernels have not followed the newest.
+"""Lowers the opset of engines for GPUs, where ONNX Runtime has CUDA kernels only for an operator's older version.
 
-ONNX's opset 22 lets many operators take bfloat16, and changes nothing else about them. ONNX Runtime has no kernel for
-GPUs for some in their new version: a MaxPool of opset 22 runs on the CPU, and one of opset 21 on the GPU.
+ONNX's opset 22 adds bfloat16 to many operators, and changes nothing else about them. ONNX Runtime registers some of its
+CUDA kernels for the older version alone: a MaxPool of opset 22 runs on the CPU, and one of opset 21 on the GPU.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from splitc.compiler.operators.gpu_kernels import LAST_OPSET, is_too_new
 
 
 def use_older_opset(graph: ir.Graph) -> None:
-    """Let an engine's graph import opset `LAST_OPSET`, in place, if that gives nodes a kernel and means the same."""
+    """Make a graph import opset `LAST_OPSET`, in place, if nodes get CUDA kernels by it and all compute the same."""
     opset = graph.opset_imports.get("", 1)
     if any(map(is_too_new, graph)) and all(_means_the_same(node, opset) for node in all_nodes(graph)):
         graph.opset_imports[""] = LAST_OPSET
 
 
 def _means_the_same(node: ir.Node, opset: int) -> bool:
-    """Whether a node of this opset means the same in opset `LAST_OPSET`, which must know its types and attributes.
+    """Whether a node computes the same in opset `LAST_OPSET`: its types and attributes exist there.
 
-    Where ONNX kept an operator's attributes, opsets 22 to 25 only added types.
+    Opsets 22 to 25 added types, and otherwise changed only operators that got other attributes.
     """
     if node.domain:
         return True
@@ -40,7 +40,7 @@ def _means_the_same(node: ir.Node, opset: int) -> bool:
 
 
 def _takes(schema: onnx.defs.OpSchema, number: int, value: ir.Value) -> bool:
-    """Whether an operator takes values of this type as this input. The last one may stand for several."""
+    """Whether an operator accepts a value's type as this input. The last input of a schema may be variadic."""
     dtype = described(value).dtype
     allowed = schema.inputs[min(number, len(schema.inputs) - 1)].types
     return dtype is not None and f"tensor({dtype.name.lower()})" in allowed

@@ -1,4 +1,4 @@
-"""A rank's program: it runs segments with exchanges between them. In a pipeline it receives first and sends last."""
+"""A rank's program: the steps that run its segments, and communicate before, between and after them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def rank_program(
     before: Iterable[Step] = (),
     after: Iterable[Step] = (),
 ) -> RankProgram:
-    """The program that runs segments, with the exchanges of a group's ranks between them, and steps before and after.
+    """The program that runs segments, with communication between them, after the steps `before`, before those `after`.
 
-    It takes those `feeds` that its segments read or that it sends, and gives `outputs` to the caller.
+    `group` are the ranks of its all-reduces. It takes those `feeds` that its segments read or that it sends, and
+    returns `outputs` to the caller.
     """
     steps = (*before, *_steps(segments, group), *after)
     taken = {value.name for segment in segments for value in segment.graph.inputs}
@@ -47,25 +48,26 @@ def stage_program(
     group: Sequence[int],
     outputs: Sequence[str],
 ) -> RankProgram:
-    """The program of rank `number`: it receives from other stages, runs, and sends to others; see `rank_program`.
+    """The program of rank `number` of a pipeline: it receives from other stages, runs its segments, and sends.
 
-    `transfers` are those of all ranks. Transfers inside engines are in the segments already.
+    `transfers` are those of all ranks; those inside engines are in the segments already. For the other arguments see
+    `rank_program`.
     """
     steps = [transfer for transfer in transfers if not transfer.inside]
-    # Channels are first in, first out: a rank sends in the order in which the other one receives.
+    # Channels are first in, first out: both ranks have a channel's transfers in the same order.
     receives = [Receive(own.value.name or "", own.source) for own in steps if own.target == number]
     sends = [Send(own.value.name or "", own.target) for own in steps if own.source == number]
     return rank_program(segments, group, stage.feeds, outputs, receives, sends)
 
 
 def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str]) -> list[str]:
-    """The state outputs that a rank keeps for its next request, although another rank gives them to the caller."""
+    """The state outputs that a rank keeps for its next request, while another rank returns them to the caller."""
     fed, made = set(names(rank.stage.feeds)), set(names(rank.stage.outputs)) - set(outputs)
     return [state.output for state in states if state.input in fed and state.output in made]
 
 
 def _steps(segments: Sequence[Segment], group: Sequence[int]) -> Iterator[Step]:
-    """Run each segment, then the exchanges that follow it."""
+    """Steps that run each segment, and the communication that follows it."""
     engines = 0
     for segment in segments:
         if segment.graph.outputs:
@@ -76,7 +78,7 @@ def _steps(segments: Sequence[Segment], group: Sequence[int]) -> Iterator[Step]:
 
 
 def _form(joint: ir.Node) -> tuple[str, str]:
-    """The node's kind and operation. Consecutive all-reduces of one operation are one step."""
+    """A joint's kind and operation. Consecutive all-reduces of one operation become one step."""
     return kind_of(joint), joint.attributes.get_string("reduce_op", "sum")
 
 

@@ -1,4 +1,4 @@
-"""Operators that need another form in a rank graph, since the rank has only shards of their inputs."""
+"""Rewrites nodes of a rank graph that would compute something else from shards than from whole values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
-# The number types that both ONNX Runtime's Where and the ranks' sums support.
+# The types that both ONNX Runtime's Where and splitc's all-reduces support.
 _CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
 # The first opset in which a Gemm may have no bias.
 GEMM_WITHOUT_BIAS = 11
@@ -38,10 +38,10 @@ def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
 
 
 def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Replace elements that a node sums over, but another rank owns, by zeros.
+    """Replace elements that a node sums over, but another rank adds to the sum, by zeros.
 
-    That is needed where the rank owns units of some sections and not of others. If it owns none, its whole result is
-    multiplied by zero instead.
+    Ranks may hold copies of the same units, of which one rank owns each. The mask is for a rank that owns units of some
+    sections and not of others. If it owns none, its whole result is multiplied by zero instead.
     """
     for leaf in ax.leaves(operation.contracted):
         if not shards.owns((leaf,)) or shards.owns((leaf,), all):
@@ -58,7 +58,7 @@ def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Opera
 
 
 def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
-    """The number of the first input that has the leaf, and of its axis."""
+    """The index of the first input that has the leaf factor, and the index of the axis."""
     return next(
         (number, place)
         for number, axes in enumerate(operation.inputs)
@@ -68,7 +68,7 @@ def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
 
 
 def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Give a Split into equal lengths explicit lengths if those of the rank's shards differ."""
+    """Give a Split without lengths explicit ones, if the rank's shards of the parts differ in length."""
     axis = node.attributes.get_int("axis", 0)
     sections = [axes[axis] for axes in operation.outputs if axes is not None]
     sizes = list(map(shards.size, sections))
@@ -84,11 +84,10 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
 
 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
-    """Look up the rows that the rank has, and zeros for the others. The result is partial.
+    """Make a Gather of a sharded table return zeros for rows that the rank does not have. The result is partial.
 
-    Two constants of the whole table's length map each row to its place in the rank's shard, and say whether it is
-    there. Indices are looked up in these first: so negative ones still count from the end, and those out of bounds
-    still fail.
+    Two constants of the whole table's length hold each row's index in the rank's shard, and whether the row is there.
+    The indices are first looked up in these: so negative ones still count from the end, and those out of bounds fail.
     """
     (atom,) = ax.leaves(operation.contracted)
     own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
@@ -101,33 +100,35 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
 
 
-def weigh(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
-    """Multiply the mean over a rank's shard by its share of the whole axis. The result is partial."""
+def scale_mean(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
+    """Multiply the mean over a shard by the rank's share of the whole axis. The result is partial."""
     mean = node.outputs[0]
     return editor.wrap(mean, "Mul", [mean, editor.scalar(shards.share((operation.contracted,)), mean)], "own")
 
 
-def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value | None:
-    """Replace a node that reduces over a sharded axis: ranks all-reduce the statistic that it needs of the whole value.
+def reduce_statistics(
+    editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation
+) -> ir.Value | None:
+    """Replace a node that needs statistics of a sharded axis, such as a norm: an all-reduce computes them.
 
-    Returns the statistics if they are sums.
+    Returns the all-reduce's result if it is sums, which may be joined with those of another norm.
     """
     if node.op_type == "DynamicQuantizeLinear":
-        quantize_together(editor, ranks, node)
+        reduce_quantizer(editor, ranks, node)
         return None
     if node.op_type in ("ReduceMax", "ReduceMin"):
-        compare_together(editor, ranks, node)
+        reduce_extreme(editor, ranks, node)
         return None
     if node.op_type == "ReduceL2":
-        measure_together(editor, shards, ranks, node, operation)
+        reduce_l2(editor, shards, ranks, node, operation)
         return None
-    return normalize_together(editor, shards, ranks, node, operation)
+    return reduce_norm(editor, shards, ranks, node, operation)
 
 
-def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value:
-    """Replace a norm over a sharded last axis: an all-reduce adds up the squares, and maybe the elements, of all ranks.
+def reduce_norm(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value:
+    """Decompose a norm over a sharded last axis, with an all-reduce of its sums.
 
-    Returns the sums.
+    Returns these: of the squares [..., 1] for RMSNorm, of the elements and the squares [..., 2] for LayerNorm.
     """
     data, made, axis = node.inputs[0], node.outputs[0], operation.reduced
     assert data is not None and data.dtype is not None
@@ -137,12 +138,12 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
         return editor.constant(np.array(value, np.float32))
 
     centered = wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
-    whole = _sums_together(editor, shards, ranks, node, operation, wide)
+    whole = _reduce_sums(editor, shards, ranks, node, operation, wide)
     squares = means = op("Mul", whole, number(1 / ax.size_of(axis)))
     if operation.statistics > 1:
         mean, squares = (op("Gather", means, editor.constant(np.array([n])), axis=-1) for n in range(2))
         centered = op("Sub", wide, mean)
-        # As ONNX Runtime on CPUs (core/providers/cpu/nn/layer_norm_impl.cc). Rounded, the difference may be negative.
+        # As ONNX Runtime on CPUs (core/providers/cpu/nn/layer_norm_impl.cc). Rounding may make the difference negative.
         squares = op("Max", op("Sub", squares, op("Mul", mean, mean)), number(0))
     root = op("Sqrt", op("Add", squares, number(node.attributes.get_float("epsilon", 1e-5))))
     normal = op("Div", centered, root)
@@ -155,10 +156,10 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     return whole
 
 
-def _sums_together(
+def _reduce_sums(
     editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation, data: ir.Value
 ) -> ir.Value:
-    """The sums of a row's squares on all ranks; before them, if two are needed, those of its elements."""
+    """The sums over all ranks of each row's squares [..., 1], or of its elements and its squares [..., 2]."""
     op, axis = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT), operation.reduced
     zero, made = editor.constant(np.array(0, np.float32)), node.outputs[0]
     if shards.owns(axis) and not shards.owns(axis, all):
@@ -177,8 +178,8 @@ def _sums_together(
     return whole
 
 
-def compare_together(editor: Editor, ranks: int, node: ir.Node) -> None:
-    """Replace the largest, or the smallest, of a shard by that of the whole value: an all-reduce of maxima."""
+def reduce_extreme(editor: Editor, ranks: int, node: ir.Node) -> None:
+    """Replace a shard's maximum, or minimum, by that of the whole value: an all-reduce of maxima."""
     value, is_smallest = node.outputs[0], node.op_type == "ReduceMin"
     if is_smallest:
         value = editor.wrap(value, "Neg", [value], "smallest")
@@ -187,8 +188,8 @@ def compare_together(editor: Editor, ranks: int, node: ir.Node) -> None:
         editor.wrap(value, "Neg", [value], "largest")
 
 
-def measure_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> None:
-    """Replace the length of a shard by that of the whole value: an all-reduce adds up the squares of all ranks."""
+def reduce_l2(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> None:
+    """Replace a shard's L2 norm by that of the whole value: an all-reduce of its square."""
     data, value, axis = node.inputs[0], node.outputs[0], operation.reduced
     assert data is not None and operation.inputs[0] is not None
     if shards.owns(axis) and not shards.owns(axis, all):
@@ -202,10 +203,10 @@ def measure_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, 
     editor.wrap(total, "Sqrt", [total], "squares")
 
 
-def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
-    """Replace DynamicQuantizeLinear of a shard by ONNX's definition, with the whole value's scale and zero point.
+def reduce_quantizer(editor: Editor, ranks: int, node: ir.Node) -> None:
+    """Decompose a DynamicQuantizeLinear by ONNX's definition, with the whole value's scale and zero point.
 
-    An all-reduce of maxima gives the range of the whole value.
+    An all-reduce of maxima computes the range of the whole value.
     """
     data, outputs = node.inputs[0], node.outputs
     assert data is not None
@@ -231,12 +232,12 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
 
 
 def summed_type(kind: ir.DataType) -> ir.DataType:
-    """The number type of a sum over the ranks to which all but one rank add zeros."""
+    """The type for an all-reduce of values of this type to which all but one rank add zeros."""
     return kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
 
 
 def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
-    """Replace random numbers by a sum over the ranks. The rank with `draws` adds its numbers, all others add zeros."""
+    """Give all ranks the random numbers of one, by an all-reduce: only the rank with `draws` adds its own."""
     kind = value.dtype or ir.DataType.FLOAT
     summed = summed_type(kind)
     if summed != kind:
@@ -250,7 +251,7 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
 
 
 def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
-    """Replace an input of an addition by zeros that depend on it: by a Where, since the input may be infinite."""
+    """Replace an input of an addition by zeros that depend on it: by a Where, as inf x 0 would be NaN."""
     value = node.inputs[number]
     assert value is not None
     zeros = editor.before(node, "Where", editor.constant(np.array(False)), value, editor.scalar(0, value))
@@ -259,10 +260,10 @@ def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
 
 
 def drop_added(editor: Editor, node: ir.Node, added: frozenset[int], contracts: bool) -> ir.Value:
-    """Drop the inputs `added` of an addition, or of a product with a bias: another rank adds them to the sum.
+    """Drop the inputs `added` of an addition, or the bias of a product: another rank adds them to the partial sum.
 
-    An input that the opset requires becomes zero. `contracts` says that the node itself sums over a sharded axis.
-    Returns the value that replaces its result.
+    `contracts`: the node is a product over a sharded axis. A bias that the opset requires becomes zero. Returns the
+    value that replaces the node's result.
     """
     operator = operator_of(node)
     if contracts:

@@ -1,4 +1,4 @@
-"""The graph that one rank of a group runs, with shards of weights, corrected sizes, and a node for each collective."""
+"""The graph of one rank in tensor parallelism: shards of weights, corrected sizes, and a node for each collective."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
 
     Values keep the model's names. The result of an all-reduce has the name of the whole value.
 
-    A rank drops inputs that another rank adds to a sum. That may make an earlier all-reduce unused here, while the
-    other ranks wait for this one in it. Then the graph is built again, with zeros instead of dropped inputs that depend
-    on sums.
+    A rank drops inputs of a partial sum that another rank adds. If nothing else on this rank reads an earlier
+    all-reduce, it would be removed, and the other ranks would wait in it. Then the graph is built again: inputs that
+    depend on an all-reduce are not dropped, but replaced by zeros computed from them.
     """
     graph = _RankGraph(split, stage, rank).build()
     count = _collectives(graph)
@@ -49,7 +49,7 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
 
 
 class _RankGraph:
-    """One rank's graph under construction. With `waits` it depends on sums that it could drop."""
+    """One rank's graph under construction. With `waits` it keeps all-reduces whose results it does not need."""
 
     def __init__(self, split: ShardedModel, stage: Stage, rank: int, waits: bool = False) -> None:
         self._waits = waits
@@ -62,7 +62,7 @@ class _RankGraph:
         self._summed = frozenset(split.sums.summed)
         self._reduced = frozenset(split.sums.reduced)
         self._drawn = frozenset(split.sums.drawn)
-        self._sums: dict[ir.Node, ir.Value] = {}  # sums, by the model's norms
+        self._sums: dict[ir.Node, ir.Value] = {}  # by the model's norm: its all-reduced sums
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
             self._crossings[crossing.node].append(crossing)
@@ -93,7 +93,7 @@ class _RankGraph:
         if operation.splits_evenly:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
         if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
-            whole = forms.reduce_together(self._editor, self._shards, self._split.ranks, node, operation)
+            whole = forms.reduce_statistics(self._editor, self._shards, self._split.ranks, node, operation)
             self._sums |= {} if whole is None else {origin: whole}
             return
         if origin in self._drawn:
@@ -103,7 +103,7 @@ class _RankGraph:
         if operation.is_lookup and self._shards.is_split(operation.contracted):
             result = forms.look_up(self._editor, self._shards, node, operation)
         if operation.averages and self._shards.is_split(operation.contracted):
-            result = forms.weigh(self._editor, self._shards, node, operation)
+            result = forms.scale_mean(self._editor, self._shards, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
             result = self._drop_added(node, origin, operation) or result
             if not self._split.owns(self._rank, operation):
@@ -125,7 +125,7 @@ class _RankGraph:
         return None if origin is None else self._split.axes(origin)
 
     def _length(self, value: ir.Value) -> int:
-        """The number of entries of a shape vector."""
+        """The number of sizes in a shape vector."""
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             return tensor.size
@@ -133,7 +133,7 @@ class _RankGraph:
         return ax.size_of(axes[0]) if axes else 1
 
     def _cut_weights(self, node: ir.Node, operation: Operation) -> None:
-        """Replace each weight that the node reads by the rank's shard. Equal shards share one initializer."""
+        """Replace each weight that a node reads by the rank's shard. Equal shards are one initializer."""
         for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
             if value is None or axes is None or not value.is_initializer() or not self._shards.splits(axes):
                 continue
@@ -147,7 +147,7 @@ class _RankGraph:
             node.replace_input_with(number, shard)
 
     def _drop_added(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
-        """Drop the inputs that another rank adds to the sum. Returns the new result; None if none was dropped."""
+        """Drop the inputs of a partial sum that another rank adds. Returns the new result; None if none was dropped."""
         added = self._split.sums.added_on_one_rank.get(origin, frozenset())
         if not added or self._split.adds(self._rank, operation):
             return None
@@ -161,7 +161,7 @@ class _RankGraph:
         return forms.drop_added(self._editor, node, added, contracts)
 
     def _globalize_outputs(self) -> None:
-        """Replace sizes of shards by sizes of whole values in the graph's outputs."""
+        """Replace sizes of shards by those of whole values in outputs that are shape vectors."""
         for number, value in enumerate(self._graph.outputs):
             if value in self._sizes.read:
                 self._graph.outputs[number] = self._sizes.globalize_output(value)
@@ -198,10 +198,10 @@ def _depends_on_sum(value: ir.Value | None) -> bool:
 
 
 def _join_sums(editor: Editor, one: ir.Value, other: ir.Value, counts: Sequence[int]) -> None:
-    """Replace the all-reduces of two norms' sums, [..., 1] or [..., 2], by one. `other` is computed later than `one`.
+    """Replace the all-reduces of two norms' sums [..., 1 or 2] by one: such small all-reduces cost their latency.
 
-    So few numbers per token cost the latency of a collective, not its traffic. `counts` are their numbers of sums for
-    each row. Nodes between them that the later one needs move before both.
+    `other` is computed later than `one`. `counts` are their numbers of sums for each row. Nodes in between that `other`
+    needs move before both.
     """
     graph, first, second = editor.graph, producer_of(one), producer_of(other)
     nodes, needed = list(graph), ancestors([second], node_reads)

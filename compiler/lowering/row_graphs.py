@@ -1,7 +1,7 @@
-"""Row mode: the ranks' graphs, which send and receive by operators that tokens chain in the order of rounds.
+"""Row mode: the ranks' graphs, with sends and receives that tokens chain in the order of rounds.
 
-In each round the main rank sends inputs, multiplies its own columns while the other ranks multiply theirs, and receives
-their results. So no two ranks wait for each other.
+In each round the main rank sends inputs of products, computes its own columns of their results while the other ranks
+compute theirs, and receives these. All ranks have the rounds in one order, so no two wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
 
 
 def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
-    """The main rank's graph: the model, with sends, its own columns and receives in place of each round's products."""
+    """The main rank's graph: the model, with each round's products replaced by sends, its own columns, and receives."""
     graph = stage_graph(sliced.graph, stage)
     restore_types(graph)
     outputs = [value for node in graph for value in node.outputs]
@@ -61,7 +61,7 @@ def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], p
 
 
 def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
-    """The graph of any other rank, which receives its products' inputs and sends its columns of their results."""
+    """The graph of another rank: in each round it receives inputs of products, and sends its columns of the results."""
     whole = sliced.graph.graph
     builder = _Builder(ir.Graph([], [], nodes=[], opset_imports=whole.opset_imports, name=whole.name))
     takes: dict[ir.Value, ir.Value] = {}
@@ -73,7 +73,7 @@ def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
 
 
 class _Builder(ChainedGraph):
-    """The graph of a rank in row mode under construction, with its columns of products."""
+    """A rank's graph in row mode under construction."""
 
     def __init__(self, graph: ir.Graph) -> None:
         super().__init__(graph)
@@ -84,7 +84,7 @@ class _Builder(ChainedGraph):
     def multiply(
         self, sliced: SlicedProducts, rank: int, products: Sequence[Product], takes: Mapping[ir.Value, ir.Value]
     ) -> dict[tuple[Product, int], ir.Value]:
-        """The rank's columns of the products of a round. Operators that are chained later run after all of them."""
+        """Compute the rank's columns of a round's products. Later transfers wait for all of them."""
         if not products:
             return {}
         part = slice_graph(sliced, rank, products)
@@ -93,9 +93,9 @@ class _Builder(ChainedGraph):
         return dict(zip(((product, rank) for product in products), columns, strict=True))
 
     def _insert(self, part: ir.Graph, inputs: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
-        """Move the nodes and weights of another graph into this one. Returns its outputs.
+        """Move the nodes and initializers of another graph into this one. Returns the other graph's outputs.
 
-        Nodes that compute from weights alone (`constant`) and were inserted before are shared, since engines fold them.
+        Nodes that compute from weights alone (`constant`) are inserted once: engines fold them.
         """
         outputs, nodes = list(part.outputs), list(part)
         part.outputs.clear()

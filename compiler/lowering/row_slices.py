@@ -1,4 +1,4 @@
-"""Row mode: rounds, and the graphs of a rank's columns of a round's products."""
+"""Row mode: which products make up a round, and the graph of a rank's columns of a round's results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.compiler.sharding.slices import SlicedProducts
 
 
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:
-    """The products grouped into as few rounds as possible. The products of a round are independent."""
+    """The products, grouped into the fewest rounds. No product of a round depends on another one of it."""
     by_node = {product.node: product for product in products}
     reads = {node: graph.reads[node] for node in stage.nodes}
     reads |= {product.node: tuple(product.takes) for product in products}
@@ -44,7 +44,7 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
 
 
 def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
-    """The graph of a rank's columns of one round's products. Outputs have their `column_name`."""
+    """The graph that computes a rank's columns of a round's products. Each output has the product's `column_name`."""
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
     for value, product in zip(graph.outputs, products, strict=True):
         value.name = split.column_name(rank, product)

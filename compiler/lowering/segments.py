@@ -1,4 +1,4 @@
-"""Cuts a rank's graph into segments at joints: exchanges with other ranks, which are steps of its program."""
+"""Cuts a rank's graph into segments at joints: communication nodes that become steps of the rank's program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of a rank's graph between joints, and the joints that follow it."""
+    """A part of a rank's graph between joints, and the joints that follow it."""
 
     graph: ir.Graph
     joints: tuple[ir.Node, ...]
@@ -27,33 +27,32 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Sorted nodes with what they read, and the joints among them. `gives` are the values that leave the nodes."""
+    """Nodes in topological order with the values that they read, and the joints among them. `gives` are the outputs."""
 
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     joints: frozenset[ir.Node]
     gives: frozenset[ir.Value]
 
     def is_end(self, node: ir.Node) -> bool:
-        """Whether the node computes a value that leaves."""
+        """Whether a node computes an output."""
         return any(value in self.gives for value in node.outputs)
 
 
 def cut_segments(
     graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.Node], ordered: bool = False
 ) -> list[Segment]:
-    """The segments of `graph` between its nodes `joined`, in order. They only give the named `outputs`.
+    """The segments of `graph` between its joints `joined`, in order. Of its outputs they compute the named ones.
 
-    With `ordered`, each joint follows the one before it. Ranks have different sums and transfers, so all must have them
-    in one order.
+    `ordered`: joints stay in their order. That is needed where ranks take part in different joints.
 
-    A node goes into the last segment that is early enough for its readers. Nodes that compute from weights alone are
+    A node goes into the last segment that still precedes its readers. Nodes that compute from weights alone are
     repeated in each segment that needs them, since engines fold them. Shape arithmetic on the sizes of the graph's
-    inputs is repeated too: it is cheaper to repeat on the host than to pass between engines.
+    inputs is repeated too: on the CPU that is cheaper than to pass the results between engines.
     """
     reads = {node: tuple(node_reads(node)) for node in graph}
     joints = frozenset(joined)
     for node in joined:
-        if kind_of(node) == SEND:  # as a step of the program it does not consume the value
+        if kind_of(node) == SEND:  # as a step of the program it has no result
             node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
     if ordered:
         for before, after in pairwise(joined):
@@ -78,7 +77,7 @@ def cut_segments(
 
 
 def group_joints(flow: Flow) -> list[list[ir.Node]]:
-    """The joints that follow each segment, without the segments."""
+    """The joints that would follow each segment, if the nodes were cut into the fewest segments."""
     return _members(flow, _repeated_nodes(flow), flow.joints)
 
 
@@ -129,10 +128,10 @@ def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
 
 
 def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:
-    """The number of the segment of each node that is not repeated. A joint has the number of the segment before it.
+    """The number of each node's segment, without repeated nodes. A joint has the number of the segment before it.
 
-    There are as few segments as possible. A node is as late as its readers allow. The producer of an output is as early
-    as possible, so that the output is not delayed.
+    There are as few segments as possible. A node is as late as its readers allow, but the producer of an output is as
+    early as possible, so that the output is not delayed.
     """
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}
@@ -161,7 +160,7 @@ def _extract(
     repeated: Collection[ir.Node],
     position: Mapping[ir.Node, int],
 ) -> ir.Graph:
-    """A new graph of these nodes and the repeated ones that they need."""
+    """A new graph of these nodes, and of the repeated nodes that they need, with outputs `gives`."""
     own = set(reached(nodes, lambda node: [maker for maker in producers(node_reads(node)) if maker in repeated]))
     ordered = sorted(own, key=position.__getitem__)
     reads = dict.fromkeys(value for node in ordered for value in node_reads(node))

@@ -1,8 +1,11 @@
-"""Weights as ONNX Runtime's sessions hold them: without a Transpose on GPUs, and unfused where the model's are.
+"""Prevents copies and fusions of weights that ONNX Runtime would make when it loads an engine.
 
-Exporters write a linear layer as a weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads an
-engine, so each of a rank's sessions would hold a transposed copy. ONNX Runtime's com.microsoft.FusedMatMul reads a
-weight in either layout, so all sessions share the weight in the file.
+On GPUs: exporters write a linear layer as a weight, a Transpose and a product. ONNX Runtime folds the Transpose, so
+each of a rank's sessions would hold a transposed copy. com.microsoft.FusedMatMul reads a weight in either layout, so
+all sessions share the weight in the file.
+
+Everywhere: a dequantized weight is fused with its only reader. A rank may have one of several readers, and would then
+compute otherwise than the model.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataTy
 
 
 def multiply_as_stored(graph: ir.Graph) -> None:
-    """Replace products with transposed weights by products with the weights as stored, in place.
+    """Replace products with transposed weights by FusedMatMul of the weights as stored, in place.
 
-    Nodes that have no reader afterwards stay. So do weights that anything else reads too.
+    Weights that anything else reads stay as they are. Nodes without readers afterwards stay in the graph.
     """
     editor = Editor(graph)
     for weight in list(graph.initializers.values()):
@@ -40,7 +43,7 @@ def multiply_as_stored(graph: ir.Graph) -> None:
 
 
 def _is_transpose(node: ir.Node) -> bool:
-    """Whether a node transposes a constant matrix, and its result is no output of the graph."""
+    """Whether a node is the Transpose of a constant matrix, and no output of the graph."""
     if not is_onnx(node, "Transpose") or node.outputs[0].is_graph_output():
         return False
     value = node.inputs[0]
@@ -49,7 +52,10 @@ def _is_transpose(node: ir.Node) -> bool:
 
 
 def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
-    """Insert a Flatten, which changes nothing, after each dequantized matrix that is fused only here, in place."""
+    """Insert a Flatten, which has no effect, after dequantized matrices that ONNX Runtime would fuse only on this rank.
+
+    The graph is changed in place, and returned.
+    """
     editor = Editor(graph)
     for node in list(graph):
         if not operator_of(node).dequantizes or not _is_matrix(node.inputs[0]):
@@ -64,6 +70,6 @@ def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """Whether a value is a matrix of weights, or its Transpose, which ONNX Runtime folds when it loads the model."""
+    """Whether a value is a two-dimensional initializer, or its Transpose, which ONNX Runtime folds."""
     weight = value_before(value, "Transpose") or value
     return weight is not None and weight.is_initializer() and len(weight.shape or ()) == 2

@@ -1,7 +1,7 @@
-"""Corrects shape vectors in a rank's graph that hold sizes of shards instead of whole values, or vice versa.
+"""Corrects shape vectors in a rank's graph, where sizes of shards stand for sizes of whole values, or vice versa.
 
-A Shape node reads the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs the sizes of the
-rank's shard of its result. All other readers need the sizes of whole values.
+A Shape returns the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs those of the rank's shard
+of its result. All other readers need the sizes of whole values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WHERE = 9
 
 @dataclass(frozen=True)
 class _Correction:
-    """A correction of one size: multiply by `times` and divide by `over`, or replace it by `size` if that is given."""
+    """The correction of one size: x `times` / `over`, or replacement by `size` if that is given."""
 
     times: int = 1
     over: int = 1
@@ -41,9 +41,9 @@ _SAME = _Correction()
 
 @dataclass
 class SizeRewriter:
-    """Rewrites the nodes of one rank's graph, which must be visited in order.
+    """Rewrites the nodes of a rank's graph, which must be visited in topological order.
 
-    `read` maps each shape vector with sizes of shards to the axes that its entries are sizes of.
+    `read` has each shape vector with sizes of shards, and for each of its entries the axis that it is the size of.
     """
 
     shards: Shards
@@ -54,7 +54,7 @@ class SizeRewriter:
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
-        """Correct the sizes that a node reads, and record the sizes of shards that it returns."""
+        """Correct the sizes that a node reads, and record a result that holds sizes of shards."""
         if operator_of(node).reads_shape:
             self._note_shape(node, operation.inputs[0])
             return
@@ -88,7 +88,7 @@ class SizeRewriter:
             self.read[node.outputs[0]] = sizes
 
     def _passed_sizes(self, node: ir.Node) -> Sizes | None:
-        """The axes of the sizes that a node passes on, if it picks entries by constant indices; else None."""
+        """The axes of the sizes in a node's result, if it selects or joins sizes by constant indices; else None."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
         if node.op_type == "Concat":
@@ -115,7 +115,7 @@ class SizeRewriter:
         return self.read.get(value) or [None] * self.length_of(value)
 
     def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
-        """The shape vector with sizes of whole values."""
+        """A shape vector, corrected to sizes of whole values; new nodes are inserted before `node`."""
         if value not in self.read:
             return value
         if value not in self._whole:
@@ -136,7 +136,7 @@ class SizeRewriter:
         return result
 
     def localize(self, node: ir.Node, value: ir.Value, sizes: Sizes) -> ir.Value:
-        """The shape vector with the rank's sizes of these axes, before `node`."""
+        """A shape vector, corrected to the rank's sizes of these axes; new nodes are inserted before `node`."""
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             old = tensor.numpy()
@@ -165,7 +165,7 @@ class SizeRewriter:
         return self._emit(node, "Concat", parts, axis=0)
 
     def _correction(self, have: Axis | None, want: Axis | None) -> _Correction:
-        """The correction from the rank's size of `have` to that of `want`. None means the size of a whole value."""
+        """The correction from the rank's size of axis `have` to that of `want`. None is the size of a whole value."""
         wanted, held = self._ratio(want), self._ratio(have)
         if wanted is None or held is None:
             return _Correction(size=self.shards.size(want) if want is not None else ax.size_of(have or ()))
@@ -173,7 +173,7 @@ class SizeRewriter:
         return _SAME if times == over else _Correction(times, over)
 
     def _ratio(self, axis: Axis | None) -> tuple[int, int] | None:
-        """The ratio of the rank's size of an axis to the whole size; None if the rank has nothing of it."""
+        """The ratio of the rank's size of an axis to the whole size; None if the rank's size is 0."""
         return (1, 1) if axis is None or not self.shards.is_split(axis) else self.shards.ratio(axis)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[_Correction]) -> ir.Value:
@@ -188,7 +188,7 @@ class SizeRewriter:
         if any((correction.times, correction.over) != (1, 1) for correction in corrections):
             times, over = ([getattr(c, of) for c in corrections] for of in ("times", "over"))
             units = self._emit(node, "Div", [value, vector(over)])
-            # Not by Mod, which opset 10 brought.
+            # Not by Mod, which older opsets than 10 do not have.
             divides = self._emit(node, "Equal", [self._emit(node, "Mul", [units, vector(over)]), value])
             result = self._emit(node, "Mul", [units, vector(times)])
             result = self._choose(node, divides, result, value)
@@ -200,7 +200,7 @@ class SizeRewriter:
         return result
 
     def _choose(self, node: ir.Node, mask: ir.Value, one: ir.Value, other: ir.Value) -> ir.Value:
-        """The entries of `one` where the mask holds, else those of `other`. Where is there from opset 9 on."""
+        """The entries of `one` where the mask is true, else those of `other`. Before opset 9 there is no Where."""
         if self.editor.graph.opset_imports.get("", 17) >= WHERE:
             return self._emit(node, "Where", [mask, one, other])
         flags = self.editor.before(node, "Cast", mask, dtype=other.dtype, to=other.dtype or ir.DataType.INT64)

@@ -4,8 +4,8 @@ On an H100 in half precision LayerNorm with its addition is 1.7 to 2.1 times as 
 (tests/benchmarks/fused_attention.py). On a CPU core the fused LayerNorm takes two to five times as long, so CPU devices
 keep both nodes.
 
-It is done in each engine, after the model was cut: the fused operator has two outputs, so a cut between blocks would
-pass two values instead of one.
+Norms are fused in each engine's graph, after the model was cut into stages: the fused operator has two outputs, so that
+two values would cross a cut between blocks instead of one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPERATORS = {
 _NORMS = {OPERATORS[kind]: kind for kind in ("LayerNormalization", "SimplifiedLayerNormalization")}
 # The longest rows that the operator's kernel supports: kMaxSize in skip_layer_norm_impl.cu of ONNX Runtime.
 LONGEST = 8192
-# The operator's number of outputs, and which of them is the sum.
+# The operator's number of outputs, and the index of the sum among them.
 OUTPUTS, SUM = 4, 3
 
 
@@ -45,9 +45,9 @@ class _Addition:
 
 
 def fuse_skips(graph: ir.Graph) -> None:
-    """Replace each norm of a sum in half precision, with the addition, by one operator, in place.
+    """Replace each norm of a float16 sum, and the Add, by one operator, in place.
 
-    The node that added a bias stays, without readers.
+    An Add of a bias before them is included: it stays in the graph without readers.
     """
     editor = Editor(graph)
     for norm in list(graph):
@@ -58,11 +58,8 @@ def fuse_skips(graph: ir.Graph) -> None:
     graph.sort()
 
 
-def write_out(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The additions and the norm that one of these operators stands for; another node as it is.
-
-    So a norm can be computed of a given sum.
-    """
+def decompose(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The additions and the norm that a fused node computes, as separate nodes; any other node as it is."""
     kind = _NORMS.get(node.op_type) if node.domain == DOMAIN else None
     if kind is None:
         return [node]
@@ -80,7 +77,7 @@ def write_out(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def _find_addition(norm: ir.Node) -> _Addition | None:
-    """The addition before a norm; None if both can't become one operator."""
+    """The addition before a norm; None if the fused operator does not support it."""
     total = norm.inputs[0] if norm.inputs else None
     if not is_onnx(norm, *OPERATORS) or total is None or any(value.uses() for value in norm.outputs[1:]):
         return None
@@ -101,13 +98,13 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
 
 
 def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
-    """A value's sizes, as numbers or names; None unless all are known."""
+    """A value's sizes, as numbers or symbols; None unless all are known."""
     own = described(value)
     return numbers_or_names(own.shape if own.const_value is None else own.const_value.shape)
 
 
 def _with_bias(addition: _Addition) -> _Addition:
-    """The addition, with the bias that was added to one of its two inputs, if there is one."""
+    """The addition; if an Add of a bias makes one of its inputs, with that Add's data and bias instead."""
     for one, other in ((addition.first, addition.second), (addition.second, addition.first)):
         node = made_by(one, "Add")
         if node is None or len(one.uses()) > 1 or one.is_graph_output():
@@ -121,7 +118,7 @@ def _with_bias(addition: _Addition) -> _Addition:
 
 
 def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
-    """Insert the operator in the place of the addition, since nodes in between may read the sum."""
+    """Insert the operator where the addition is, since nodes between it and the norm may read the sum."""
     total = addition.node.outputs[0]
     _, scale, *shift = norm.inputs
     weights = [scale, *(shift or [None])] if norm.op_type == "LayerNormalization" else [scale]
@@ -139,6 +136,6 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
         take_place(new, old)
     for value in made.outputs[1:SUM]:
         value.name = ""
-    # Now, not at the end: the search for another addition asks whether their inputs have other readers.
+    # At once: the search for the next addition asks whether values have other readers.
     for node in (norm, addition.node):
         editor.graph.remove(node, safe=True)

@@ -1,4 +1,4 @@
-"""A stage's graph."""
+"""The graph of a stage, copied from the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
-    """The stage as a new graph, from its feeds and received values to the model's outputs and sent values."""
+    """A stage as a new graph. Its inputs are feeds and received values, its outputs sent values and model outputs."""
     note_axes(graph.axis_counts)
     result = view_of(graph.graph, [*stage.takes, *stage.borrowed], stage.gives, stage.nodes).clone()
     _compute_borrowed(result, stage)
@@ -26,8 +26,8 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
 def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
     """Restore the shapes of the model's file, so that an engine sees the same shapes as in the unsplit model.
 
-    splitc infers more shapes, with which ONNX Runtime fuses more. Results would then differ from the unsplit model's,
-    and take longer on CPUs (SkipLayerNormalization: a tenth of an encoder's time).
+    splitc infers more shapes. With these ONNX Runtime would fuse more nodes: results would differ from the unsplit
+    model's, and an encoder would take a tenth longer on CPUs (SkipLayerNormalization).
     """
     for value in (*result.inputs, *(value for node in result for value in node.outputs)):
         note_sizes(value, value.shape)
@@ -44,10 +44,10 @@ def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
 
 
 def _shape_that_crosses(graph: Graph, value: ir.Value, symbols: frozenset[str]) -> ir.Shape | None:
-    """The shape of a value between stages: the file's, or else the sizes that are always the same.
+    """The shape of a value between stages: the file's, or else the inferred sizes that are the same in all requests.
 
-    A number that the file has for a size that follows from the inputs' `symbols` is open: exporters write one for a
-    batch of one, and engines refuse inputs of other sizes.
+    A number in the file is omitted if the size depends on `symbols` of the inputs: exporters write 1 for a dynamic
+    batch, and engines would refuse inputs of other sizes.
     """
     inferred, declared = value.shape, graph.declared.get(value.name or "")
     if declared is None:
@@ -61,7 +61,10 @@ def _shape_that_crosses(graph: Graph, value: ir.Value, symbols: frozenset[str]) 
 
 
 def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
-    """Compute each borrowed shape vector from the sizes of the stage's inputs, and remove it from the inputs."""
+    """Compute each borrowed shape vector from sizes of the stage's inputs, in place of an input for it.
+
+    A shape vector is borrowed if the stage does not have the value that it is the shape of.
+    """
     inputs = stage.takes
     own = dict(zip(inputs, result.inputs, strict=False))
     nodes: list[ir.Node] = []
@@ -98,7 +101,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
 
 
 def _joined(entries: list[ir.Value], nodes: list[ir.Node]) -> ir.Value:
-    """The shape vector of these sizes. A single number has none, and Concat takes at least one."""
+    """The shape vector of these sizes: an empty constant if there are none, as Concat needs at least one."""
     if not entries:
         return _constant([], nodes)
     node = ir.node("Concat", entries, {"axis": 0})

@@ -1,8 +1,8 @@
-"""Multiplies parts by parts of a weight, and adds, instead of joining the parts first, on GPUs in half precision.
+"""Replaces a product of concatenated values by a sum of products, on GPUs in half precision.
 
-A Concat before a product reads and writes all of its columns. A sum reads two results and writes one, which is less
-where the product has few columns, as after the attention and the feed-forward layer of a block that computes both at
-once. On an H200 the last product of such a block of FLUX.1-dev takes 0.97 of the time
+[a, b] x [A; B] is a x A + b x B. The Concat reads and writes all columns of a and b. The sum reads two results and
+writes one: that is less if the results have few columns, as in blocks that compute attention and the feed-forward layer
+in parallel. On an H200 the last product of such a block of FLUX.1-dev takes 0.97 of the time
 (tests/benchmarks/fused_attention.py).
 """
 
@@ -23,9 +23,9 @@ from splitc.compiler.request.shapes import Shape
 
 
 def sum_products(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
-    """Replace products of joined columns by sums of products where that moves fewer bytes, in place.
+    """Replace products of concatenated values by sums of products where that moves fewer bytes, in place.
 
-    `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
+    `shapes` are those of the model's values. Nodes without readers afterwards stay.
     """
     editor = Editor(graph)
     for node in list(graph):
@@ -34,7 +34,7 @@ def sum_products(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
 
 def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.Value, int]]:
-    """The values whose columns are joined before a product, with their numbers; none unless a sum moves fewer bytes."""
+    """The values concatenated before a product, with their numbers of columns; none unless a sum moves fewer bytes."""
     if not is_product(product) or not has_own_weight(product):
         return ()
     data, (weight, tensor) = product.inputs[0], weight_of(product)
@@ -50,7 +50,7 @@ def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.V
         return ()
     columns = columns_of(product)
     joint, wide = (tensor.shape.numpy()[axis] for axis in (1 - columns, columns))
-    # Those of this rank.
+    # This rank's numbers of columns.
     widths = [width for part in parts if isinstance(width := (noted_sizes(part) or [None])[-1], int)]
     moves_less = 3 * wide * (len(parts) - 1) < 2 * joint
     fits = joint == sum(widths) and moves_less and math.prod(sizes[0][:-1]) >= ON_GPUS.least_rows

@@ -1,9 +1,9 @@
-"""Transfers between ranks that run whole nodes: which values go from which rank to which, when, and how.
+"""Transfers between stages: which values go from which rank to which, in which order, and when.
 
-All transfers have one order, that in which the model computes the values. Each rank runs its own transfers in that
-order, so no two ranks wait for each other. Ranks that need each other's values within a request are a team. A team's
-transfers run while its engines run: by operators inside them, or as steps between segments. Between teams, as between
-the stages of a pipeline, a rank receives before its engine runs and sends after it.
+All ranks run their transfers in one order, in which the model computes the values, so no two ranks wait for each other.
+Ranks that need each other's values within a request are a team. A team's transfers run while its engines run: by
+operators inside them, or as steps between segments. Between teams, as between the stages of a pipeline, a rank receives
+before its engine runs and sends after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from splitc.compiler.planning.rank_plan import RankPlan
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that goes from rank `source` to rank `target`. `inside`: within a team, while engines run."""
+    """A value that rank `source` sends to rank `target`. `inside`: both are a team, so it is sent while engines run."""
 
     value: ir.Value
     source: int
@@ -37,7 +37,7 @@ class Transfer:
 
 
 def rank_transfers(ranks: Sequence[RankPlan], position: Mapping[ir.Node, int]) -> list[Transfer]:
-    """The transfers between ranks, in order. A rank exchanges values with ranks of the same `part` in other groups."""
+    """The transfers between ranks, in order. Rank `part` of a stage communicates with the same `part` of others."""
     transfers = []
     for part in sorted({rank.part for rank in ranks}):
         numbers = [number for number, rank in enumerate(ranks) if rank.part == part]
@@ -47,7 +47,7 @@ def rank_transfers(ranks: Sequence[RankPlan], position: Mapping[ir.Node, int]) -
 
 
 def find_transfers(stages: Sequence[Stage], position: Mapping[ir.Node, int]) -> list[Transfer]:
-    """The transfers between these stages, one rank a stage, in order. `position` is that of nodes in blocks."""
+    """The transfers between stages of one rank each, in order. `position` numbers the model's nodes."""
     senders = {value: number for number, stage in enumerate(stages) for value in stage.sends}
     pairs = [(value, number) for number, stage in enumerate(stages) for value in stage.receives]
     pairs.sort(key=lambda pair: (position[producer_of(pair[0])], pair[0].index() or 0, pair[1]))
@@ -57,16 +57,16 @@ def find_transfers(stages: Sequence[Stage], position: Mapping[ir.Node, int]) -> 
 
 
 def find_teams(count: int, transfers: Sequence[Transfer]) -> dict[int, int]:
-    """The first rank of each rank's team: the ranks whose values it needs and that need its own, directly or not."""
+    """By rank, the first rank of its team: all ranks whose values it needs and that need its own, directly or not."""
     leads = {rank: {transfer.target for transfer in transfers if transfer.source == rank} for rank in range(count)}
     after = {rank: set(reached(leads[rank], leads.__getitem__)) for rank in range(count)}
     return {rank: min({rank, *(other for other in after[rank] if rank in after[other])}) for rank in range(count)}
 
 
 def to_shards(transfers: Sequence[Transfer], parts: int) -> list[Transfer]:
-    """The transfers if the first stage has `parts` ranks, each with shards, and every other stage has one rank.
+    """The transfers if the first stage is sharded over `parts` ranks, and every other stage has one rank.
 
-    All of the first stage's ranks have the whole values that cross: the first one sends them, and all receive.
+    Values that cross are whole on all ranks of the first stage: the first of them sends, and all receive.
     """
     first, others = range(parts), parts - 1
     return [
@@ -77,9 +77,9 @@ def to_shards(transfers: Sequence[Transfer], parts: int) -> list[Transfer]:
 
 
 def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], peers: Mapping[int, int]) -> ir.Graph:
-    """Insert a rank's transfers into its stage's graph, in place. `peers` are the numbers of the ranks.
+    """Insert a rank's transfers into its stage's graph, in place. Received values are no inputs afterwards.
 
-    Received values are no inputs any more.
+    `peers` are the numbers by which the operators know the ranks.
     """
     restore_types(graph)
     own = [transfer for transfer in transfers if transfer.has(rank)]
@@ -101,9 +101,9 @@ def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], pe
 def with_steps(graph: ir.Graph, rank: int, transfers: Sequence[Transfer]) -> ir.Graph:
     """Insert a rank's transfers among the all-reduces of its graph, in place, for engines that are cut at both.
 
-    `transfers` are those of all ranks, in the model's order, as are the graph's nodes. A received value is inserted
-    after the last value that any rank sends before it. So ranks with shards of the same nodes have all-reduces and
-    transfers in one order.
+    `transfers` are those of all ranks. They and the graph's nodes are in the model's order. A receive is inserted after
+    the node of the last value that any rank sends before it, so that ranks with shards of the same nodes have
+    all-reduces and transfers in one order.
     """
     number = {node: place for place, node in enumerate(graph)}
     values = {value.name: value for node in graph for value in node.outputs}

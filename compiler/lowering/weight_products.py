@@ -1,4 +1,4 @@
-"""Products of a value and a matrix that nothing else reads, in engines for GPUs."""
+"""Reads products of a value and a weight matrix that nothing else reads, in engines for GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
 
 
 def is_product(node: ir.Node) -> bool:
-    """Whether a node is a product of matrices."""
+    """Whether a node is a matrix product."""
     return (node.domain, node.op_type) in PRODUCTS
 
 
@@ -33,5 +33,5 @@ def weight_of(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
 
 
 def columns_of(product: ir.Node) -> int:
-    """The axis of the weight that becomes the last axis of the result. The other one is that of the value."""
+    """The weight's axis of output features (columns of the result). The other axis is summed over."""
     return 0 if product.attributes.get_int("transB", 0) else 1

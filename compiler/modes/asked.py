@@ -1,4 +1,4 @@
-"""The analysis that a request asks for."""
+"""Analyzes a model as a request asks for."""
 
 from __future__ import annotations
 

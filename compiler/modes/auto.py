@@ -1,4 +1,4 @@
-"""Auto mode: makes a plan for each way to use the devices, predicts its time, and chooses."""
+"""Auto mode: makes a plan for each mode and way to use the devices, predicts their times, and chooses one."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.units import format_seconds
 
-# Alternatives are equally fast if their times differ by less than this share, by objective. Predictions of throughput
-# are less exact, since a stream hides delays of single devices.
+# By objective: alternatives whose times differ by less than this share are equally fast. Predictions of throughput are
+# less exact, since a stream of requests hides delays of single devices.
 SLACK = {"throughput": 0.05, "latency": 0.02}
-# Minimum share of its memory by which another device must relieve the fullest one. A choice: without a minimum, auto
-# mode would take another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
+# Minimum share of the fullest device's memory that using another device must free. A choice: without a minimum, auto
+# mode would use another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
 LEAST_MEMORY_GAIN = 0.02
 
 
@@ -61,7 +61,7 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     """The best plan for the request's objective among those that fit, in any mode on any number of the devices.
 
     Among plans of about equal time, it is the one that leaves the most free memory on its fullest device. Raises
-    DoesNotFitError if none fits, with what each mode lacks; ModelError for a model that can't be used.
+    DoesNotFitError if none fits, with the reason in each mode; ModelError for a model that can't be used.
     """
     tried = plan_alternatives(model, resources, request)
     plans = {alternative.name: plan for alternative, plan in tried if plan is not None}
@@ -122,10 +122,10 @@ class _Analyses:
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:
-    """The alternatives to try: first those that keep the model's computation, then by growing numbers of devices.
+    """The alternatives to try: first those that keep the model's computation, then by number of devices.
 
-    All devices are used if the request gives shares or asks for `spread`. If it asks for a number of groups, each with
-    the whole model, only that number is tried, with groups of any size.
+    If the request gives shares or asks for `spread`, only those with all devices. If it asks for a number of replicas,
+    only those with that number of groups.
     """
     count, hosts = len(resources.devices), host_sizes(resources.devices)
     numbers = sorted({*numbers_to_try(count), *(sum(hosts[:few]) for few in numbers_to_try(len(hosts)))})
@@ -141,9 +141,9 @@ def _options(resources: Resources, request: Request) -> list[_Option]:
 
 
 def _in_groups(mode: Mode, hosts: Sequence[int]) -> list[Way]:
-    """The ways to use all devices in several groups, each with the whole model in this mode.
+    """The ways to use all devices in several groups, each with the whole model, split in this mode.
 
-    Groups are inside hosts, if these have enough devices.
+    Each group is inside a host, if hosts have enough devices.
     """
     count = sum(hosts)
     ways = []
@@ -163,11 +163,11 @@ def _order(way: Way) -> tuple[bool, int, int, int]:
 def _try(
     option: _Option, analyses: _Analyses, resources: Resources, request: Request
 ) -> tuple[Alternative, Plan | None]:
-    """Plan in one way, on the devices with the largest budgets, if possible of one host for each group."""
+    """Plan one option, on the devices with the largest budgets, each group inside a host if possible."""
     way, mode = option.way, find_mode(option.mode)
     groups = way.groups * way.stages
     taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, groups, way.size)))
-    # With a fallback, a mode refuses a model that it could split only at a loss: other modes are candidates too.
+    # With a fallback, a mode refuses a model that it could split only with a loss of time: other modes are tried too.
     wanted = replace(
         request,
         split_mode=option.mode,
@@ -212,7 +212,7 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
 
 @remembered
 def _fused_on_gpus(analysis: Analysis) -> frozenset[ir.Node]:
-    """The nodes without work of their own in engines of ONNX Runtime for GPUs."""
+    """The nodes that ONNX Runtime's engines for GPUs fuse into others, so that they take no time of their own."""
     return fused_away(analysis.graph, analysis.costs.bound.shapes) if analysis.fuses else frozenset()
 
 
@@ -265,7 +265,7 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
 
 
 def _explain_misfit(alternatives: Sequence[Alternative]) -> str:
-    """A message with what each mode lacks on its largest number of devices, on which it lacks least."""
+    """The message that no mode fits, with each mode's reason on its largest number of devices."""
     last = {candidate.mode: candidate for candidate in alternatives}
     lines = [f"  {candidate.name}: {candidate.refused}" for candidate in last.values()]
     return (

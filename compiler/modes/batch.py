@@ -1,4 +1,4 @@
-"""Batch mode: each device has the whole model, and computes its rows of a request (data parallel)."""
+"""Batch mode (data parallel): each device has the whole model, and computes some rows of each request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from splitc.runtime.hardware.devices import Device
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
-    """A group of each device, for these numbers of devices."""
+    """Each device is a group, for these numbers of devices."""
     return [Way(number, groups=number) for number in numbers if number > 1]
 
 
 def _groups(request: Request, devices: Sequence[Device]) -> int:
-    """One group for each device. With placed weights, as many as possible whose first one has all devices of these."""
+    """The number of groups: one for each device, or with placed weights, the most whose first one has these devices."""
     least = max(asked_devices(devices, request), default=-1) + 1
     sizes = range(max(least, 2), len(devices)) if least else [1]
     return len(devices) // next((size for size in sizes if len(devices) % size == 0), len(devices))

@@ -29,9 +29,9 @@ from splitc.runtime.hardware.profiles import INTERCONNECT, parse_link
 def make_plan(
     model: Path, devices: str | Sequence[str | Device], request: Request, timer: BlockTimer | None = None
 ) -> Plan:
-    """Decide what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
+    """Plan what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
 
-    For errors see `plan_model`.
+    Raises as `plan_model`.
     """
     devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
     if request.split_mode == AUTO and request.places_weights:
@@ -64,7 +64,7 @@ def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
 
 
 def _host_warnings(resources: Resources, request: Request) -> list[str]:
-    """Warnings for guessed facts about the hosts."""
+    """Warnings that budgets of other hosts, or links between hosts, are assumptions."""
     warnings = []
     named = {text.rpartition("=")[0] for text in request.memory}
     budgets = zip(resources.devices, resources.budgets, strict=True)

@@ -1,4 +1,4 @@
-"""Placed weights on devices of their own: their ranks' memory and time, and the values that go there and back."""
+"""Placed weights, on other devices than their blocks: their ranks' memory and time, and the values that cross."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from splitc.runtime.units import format_bytes
 def take_placed(analysis: Analysis, devices: Sequence[Device], placed: Mapping[ir.Value, str]) -> Analysis:
     """The analysis with placed weights taken out of the blocks.
 
-    Devices with placed weights have no blocks. If all devices have some, the first one has the blocks, and the weights
-    that were placed there stay in them.
+    Devices with placed weights have no blocks. If all devices have placed weights, the first one has the blocks, with
+    the weights that were placed there.
     """
     stays = str(devices[0]) if {*map(str, devices)} <= {*placed.values()} else None
     return with_placed(analysis, {weight: name for weight, name in placed.items() if name != stays})
 
 
 def block_places(analysis: Analysis, devices: Sequence[Device]) -> list[int]:
-    """The numbers of the devices that have blocks."""
+    """The indices of the devices that have blocks."""
     placed = {own.device for own in analysis.partition.placed}
     return [place for place, device in enumerate(devices) if str(device) not in placed]
 
 
 def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Value, str]], Plan]) -> Plan | None:
-    """A plan of `make` that places experts and tables on one device, as few as needed; None if none fits.
+    """The plan, by `make`, that places the fewest experts and tables on one device; None if none fits.
 
-    Devices are tried by falling budget, the last of equal ones first.
+    The device with the largest budget is tried first, the last one of equal ones.
     """
     groups = reliefs(costs) if len(resources.devices) > 1 else []
     before = list(accumulate((sum(map(costs.value_bytes, group)) for group in groups), initial=0))
@@ -71,7 +71,7 @@ def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Valu
 
 
 def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
-    """The plan of the least count that succeeds, up to about `most`. If a count succeeds, so do larger ones."""
+    """The plan of the least count that succeeds, by bisection up to about `most`: larger counts succeed too."""
     high = next((count for count in (most, most - 1) if count > 0 and attempt(count) is not None), 0)
     low = 1
     while low < high:
@@ -81,7 +81,7 @@ def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
 
 
 def _placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
-    """The estimated seconds of a stage on the device at `place`, which works while the others wait."""
+    """The estimated seconds of a stage on the device at `place`, while the others wait."""
     threads = threads_for(resources.devices, resources.threads)
     return find_pace(resources.devices[place], threads, 1, resources.machine).seconds(analysis.costs, stage.nodes)
 
@@ -94,9 +94,9 @@ def placed_ranks(
     group: int | None = None,
     part: int = 0,
 ) -> list[RankPlan]:
-    """The ranks of placed weights. Their stages are the last ones of `stages`, which the `transfers` connect.
+    """The ranks of placed weights. Their stages are the last ones of `stages`, which `transfers` connect.
 
-    Each rank is a group of its own; or they all belong to `group`, with parts from `part` on.
+    Each rank is a group of its own; or all belong to `group`, numbered from `part` on.
     """
     first = len(stages) - len(analysis.partition.placed)
     ranks = []
@@ -120,10 +120,10 @@ def placed_ranks(
 def rank_memory(
     analysis: Analysis, stage: Stage, number: int, transfers: Sequence[Transfer], held: Held | None = None
 ) -> StageMemory:
-    """The memory of the rank with this `number`. `held` are its shards, if it has not all of its stage.
+    """The memory of the rank with this `number`. `held` are its shards, if it has only these of its stage.
 
-    A value that is sent or received while the rank runs is held only until its last reader has run, on any rank. So the
-    live ranges are those in a run of all ranks' nodes, and values that this rank does not have take no bytes.
+    A value that is sent or received while the rank runs is held only until its last reader has run, on any rank. So
+    live ranges are determined as if the rank ran all ranks' nodes, and values that it does not have take no bytes.
     """
     costs = analysis.costs
     own = [transfer for transfer in transfers if transfer.inside and transfer.has(number)]
@@ -146,7 +146,7 @@ def rank_memory(
 
 
 def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, count: int) -> list[CutPlan]:
-    """For each rank from number `first` on, the values that cross between it and all others, in both directions."""
+    """For each rank from number `first` on, the values that it exchanges with all others, in both directions."""
     cuts = []
     for number in range(first, count):
         values = [transfer.value for transfer in transfers if transfer.has(number)]
@@ -155,7 +155,7 @@ def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, c
 
 
 def rank_seconds(rank: RankPlan, clock: Clock, at_once: int = 1) -> float:
-    """The seconds of a rank that runs whole nodes, while `at_once` ranks are working."""
+    """The seconds of a rank that runs whole nodes, while `at_once` ranks work."""
     own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
     return own * max(1.0, clock.crowd([rank])) + clock.feeding(rank) + clock.start(rank)
 
@@ -163,10 +163,10 @@ def rank_seconds(rank: RankPlan, clock: Clock, at_once: int = 1) -> float:
 def predict_detours(
     stages: Sequence[Sequence[RankPlan]], transfers: Sequence[Transfer], clock: Clock, seconds: Sequence[float]
 ) -> Prediction:
-    """The times of stages with detours between them: the ranks of each, and its own `seconds`.
+    """The times of a model with placed weights. `stages` are the ranks of each stage, and `seconds` its own time.
 
-    Stages of a team work one after the other. In a stream, teams work side by side. A transfer to a stage goes to each
-    of its ranks.
+    Stages of a team work one after the other. In a stream of requests, teams work at the same time. A transfer to a
+    stage goes to each of its ranks.
     """
     team = find_teams(len(stages), transfers)
     busy = dict.fromkeys(team.values(), 0.0)

@@ -1,4 +1,4 @@
-"""Layer mode: consecutive blocks to each device (pipeline parallel)."""
+"""Layer mode (pipeline parallel): each device gets consecutive blocks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from splitc.runtime.units import format_bytes
 
 @dataclass(frozen=True)
 class LayerSplit(WholeValues):
-    """Each rank runs whole nodes. The model's computation is unchanged.
+    """Each rank runs whole nodes, so the model's computation is unchanged.
 
-    `transfers` are those between all ranks. Transfers to placed weights and back run inside engines.
+    `transfers` are those between all ranks. Transfers to placed weights and back run while engines run.
     """
 
     transfers: tuple[Transfer, ...] = ()
@@ -83,7 +83,7 @@ class LayerSplit(WholeValues):
         group = [rank for rank in range(len(ranks)) if team[rank] == team[number]]
         if len(group) == 1:
             return stage_program(number, stage, [Segment(graph, ())], self.transfers, (), outputs)
-        # Operators number the ranks within their group, steps number all ranks.
+        # Operators refer to ranks by their number within the group, steps by their number among all ranks.
         peers = group if has_operators(engine, devices) else list(range(len(ranks)))
         graph = with_transfers(graph, number, self._inside, {rank: peers.index(rank) for rank in group})
         sent = [transfer.value for transfer in self.transfers if transfer.source == number and not transfer.inside]
@@ -92,10 +92,10 @@ class LayerSplit(WholeValues):
 
 
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which blocks each device holds. Devices with placed weights have none.
+    """Plan which blocks each device holds. Devices with placed weights have none.
 
-    If blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
-    model even so, CannotSplitError if there are more devices than blocks.
+    If the blocks do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the model
+    even then, CannotSplitError if there are more devices than blocks.
     """
 
     def place(placed: Mapping[ir.Value, str]) -> Plan:
@@ -110,7 +110,7 @@ def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> P
 
 
 def _plan_blocks(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """The best plan with the analysis's placed weights. Raises as `plan_layers`."""
+    """The best plan with the weights placed as in the analysis. Raises as `plan_layers`."""
     devices = resources.devices
     places = block_places(analysis, devices)
     seconds = block_seconds(analysis, resources, range(len(devices)))
@@ -130,7 +130,7 @@ def _choose(
     seconds: Sequence[Sequence[float]],
     places: Sequence[int],
 ) -> list[Assignment]:
-    """The best runs of blocks for the devices that take blocks, which have these `places` in the plan."""
+    """The best ranges of blocks for the devices that take blocks. `places` are their indices among all devices."""
     shares = [request.tensor_split[place] for place in places] if request.tensor_split else [1.0] * len(places)
     devices = resources.devices
     engine = choose_engine(request.engine, devices)
@@ -155,9 +155,9 @@ def _make_plan(
     chosen: Sequence[Assignment],
     seconds: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan with the chosen runs of blocks on the devices, one run on each, followed by the ranks of placed weights.
+    """The plan with the chosen ranges of blocks, one on each device, followed by the ranks of placed weights.
 
-    `seconds` are the blocks' on each device.
+    `seconds` are the times of the blocks on each device.
     """
     partition = analysis.partition
     stages = divide_blocks(analysis.graph, partition, [run.end for run in chosen])

@@ -24,7 +24,7 @@ from splitc.runtime.hardware.devices import Device
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use devices: their number, the number of `groups` that each have the whole model, and of stages."""
+    """One way to use devices: their number, the number of stages, and of `groups` that each have the whole model."""
 
     devices: int
     stages: int = 1
@@ -38,7 +38,7 @@ class Way:
 
 @dataclass(frozen=True)
 class WholeValues:
-    """The part of a Split that is the same for modes whose ranks have whole values only."""
+    """What `Split`s have in common in modes whose ranks have only whole values."""
 
     analysis: Analysis
     fixes_ranks = False
@@ -69,10 +69,10 @@ class Mode:
     """The functions of a mode.
 
     - `stages`: the number of stages for a request and a number of devices.
-    - `ways`: the ways to try in auto mode, for the numbers of devices on each host and the numbers of devices to try.
+    - `ways`: the ways that auto mode tries, for the numbers of devices on each host, and the numbers of devices to try.
     - `plan`: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
-      can't meet, DoesNotFitError if the devices can't hold the model.
-    - `replan`: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
+      can't fulfil, DoesNotFitError if the devices can't hold the model.
+    - `replan`: makes the plan that a plan file describes, from the assignments of its blocks. Raises as `plan` does.
     - `groups`: the number of groups of devices, each with the whole model, for a request.
     """
 

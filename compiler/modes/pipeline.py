@@ -1,4 +1,4 @@
-"""Shared by modes with stages: the choice of cuts, the values that cross them, and a pipeline's time."""
+"""What modes with stages share: the choice of cuts, the values that cross them, and a pipeline's time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.runtime.errors import DoesNotFitError
 
-# How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
-# times are no more exact than that. With estimates, 0.05 gives 38 and 0.2 gives 39 of 43 models the same plan.
+# The share of time by which the slowest stage may be slower, so that fewer bytes cross cuts and weights are spread more
+# evenly: times are no more exact than that. With estimates, 0.05 gives 38 and 0.2 gives 39 of 43 models the same plan.
 SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
-# For the sake of speed, a device may hold this many times its share of the weights, which is proportional to budgets. A
-# choice: with 1.3 the plans of 38 of 43 models on two devices are the same, with 2.5 those of 42, all but a U-Net's.
+# To be faster, a device may hold this many times its share of the weights, which is proportional to budgets. A choice:
+# with 1.3 the plans of 38 of 43 models on two devices are the same, with 2.5 those of 42, all but a U-Net's.
 UNEVEN = 1.6
 
 
@@ -37,11 +37,11 @@ def choose_stages(
     request: Request,
     resources: Resources,
 ) -> list[Assignment]:
-    """The best runs of blocks for the targets. `seconds` are the blocks' times on each."""
+    """The best ranges of blocks for the targets. `seconds` are the times of the blocks on each target."""
     between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
     memory = _range_memory(analysis)
 
-    # Shares that users give are shares of the weights, since these fill devices.
+    # A user's shares are shares of the weights, since these fill devices.
     kinds = list(dict.fromkeys(map(tuple, seconds)))
     loads = [memory.weights] if request.tensor_split else [_sums(kind) for kind in kinds]
     if not request.tensor_split:
@@ -78,8 +78,8 @@ def _range_memory(analysis: Analysis) -> RangeMemory:
 def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
-    In a convolutional network the first stages take the time and the last ones hold the weights: by time alone, one
-    device would be full and the others nearly empty. If blocks do not fit within the limit, it is raised until they do.
+    In a convolutional network the first blocks take most of the time, and the last ones have most of the weights: by
+    time alone, one device would be full and the others nearly empty. The limit is raised until the blocks fit.
     """
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
@@ -97,7 +97,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
 
 
 def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Rematerialized]:
-    """What each stage repeats of earlier ones: rematerialized nodes, and weights that several stages read."""
+    """What each stage repeats of earlier stages: rematerialized nodes, and weights that they read too."""
     costs, reads = analysis.costs, analysis.graph.reads
     before: set[ir.Node] = set()
     held: set[ir.Value] = set()
@@ -116,7 +116,7 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut, the values that cross it: sent by a stage before it and received by one after it."""
+    """For each cut, the values that a stage before it sends to a stage after it."""
     cuts = []
     for number in range(1, len(stages)):
         sent = {value for stage in stages[:number] for value in stage.sends}
@@ -133,12 +133,12 @@ def predict_pipeline(
 ) -> Prediction:
     """The times of a pipeline: stages run one after the other for a request, and at the same time for a stream.
 
-    `stage_seconds` gives the seconds of a stage's ranks while a number of ranks are working.
+    `stage_seconds` returns the seconds of a stage's ranks, while a number of ranks work.
     """
     groups = sorted({rank.group for rank in ranks})
     members = [[rank for rank in ranks if rank.group == group] for group in groups]
     alone = [stage_seconds(group, len(group)) for group in members]
-    # GPUs share nothing: each takes the same time whether or not others are working.
+    # GPUs share nothing: each takes the same time whether or not others work.
     together = [stage_seconds(group, len(ranks)) for group in members] if clock.shares_cores else alone
     crossing = [
         clock.copy(before[0], after[0]).seconds(cut.bytes) + clock.cold(before[0])

@@ -1,4 +1,4 @@
-"""Makes the plan that an edited plan.json describes."""
+"""Makes the plan that a plan.json describes, which a user may have edited."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file
 from splitc.runtime.package.states import State
 
-# More blocks than any model has: asks for the finest ones.
+# A number of blocks that no model has: wanting that many gives the finest ones.
 ALL = 1 << 30
 
 
@@ -42,7 +42,7 @@ def plan_from_file(model: Path, path: Path, trusts_data: bool = False) -> Plan:
 def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -> Plan:
     """The plan that a file describes, for the model that it was made for. `path` is the file, for messages.
 
-    With `trusts_data`, the model's external data may lie outside its folder: a plan does not permit that. Raises
+    With `trusts_data`, which a plan does not store, the model's external data may lie outside its folder. Raises
     MisuseError if the file contradicts the model, CannotSplitError if its shares leave a rank with nothing,
     DoesNotFitError if a rank needs more than its budget.
     """
@@ -100,7 +100,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
 
 
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
-    """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence.
+    """Raise MisuseError for an input without a line, and for a size of 0 of an input that is no state.
 
     Inputs that could be states count as states, such as a cache that the plan leaves to the caller.
     """
@@ -117,7 +117,7 @@ def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
 
 
 def _check_placed(analysis: Analysis, file: PlanFile) -> dict[ir.Value, str]:
-    """The placed weights with their devices. Raises MisuseError if a weight or a device does not exist."""
+    """The placed weights with their devices. Raises MisuseError for an unknown weight, or a device that has blocks."""
     weights = {weight.name: weight for weight in weight_uses(analysis.graph)}
     size = len(file.ranks) // max(1, file.batch_groups)
     devices = [rank.device for rank in file.ranks[:size]]
@@ -135,7 +135,7 @@ def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
 
 
 def _asked_states(file: PlanFile) -> AskedStates:
-    """The states of the plan: no others are written in place. Raises MisuseError for an input with two states."""
+    """The states of the plan, and no others. Raises MisuseError for an input that is two states."""
     if file.states is None:
         return AskedStates()
     outputs = {state.input: state.output for state in file.states}
@@ -147,7 +147,7 @@ def _asked_states(file: PlanFile) -> AskedStates:
 
 
 def _check_blocks(analysis: Analysis, file: PlanFile, names: Sequence[str]) -> None:
-    """Raise MisuseError if the model's blocks differ because its caches are no states, and so are not in place."""
+    """Raise MisuseError if the model's blocks differ from the plan's because a cache is missing among its states."""
     left = {state.input for state in find_states(analysis.graph)} - {state.input for state in analysis.states}
     if left and file.fused and set(file.blocks).isdisjoint(names):
         raise MisuseError(
@@ -157,7 +157,7 @@ def _check_blocks(analysis: Analysis, file: PlanFile, names: Sequence[str]) -> N
 
 
 def _with_growth(analysis: Analysis, states: Sequence[State]) -> Iterator[State]:
-    """The analysis' states with the axes of the plan's. Raises MisuseError for an axis that a state does not have."""
+    """The analysis' states, with the plan's growing axes. Raises MisuseError for an axis that a state does not have."""
     grows = {state.input: state.grows for state in states}
     for state in analysis.states:
         rank, axis = len(analysis.shapes[state.input]), grows[state.input]
@@ -170,7 +170,7 @@ def _with_growth(analysis: Analysis, states: Sequence[State]) -> Iterator[State]
 
 
 def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:
-    """The runs of the plan's blocks. Raises MisuseError, which names the line that contradicts the model."""
+    """The stages' ranges of blocks. Raises MisuseError, which names the line that contradicts the model."""
     for name, rank in blocks.items():
         if name not in names:
             raise MisuseError(f'the plan has the line "{name}: {rank}", and the model has no such block')

@@ -1,4 +1,4 @@
-"""Groups of devices, each with the whole model, split in any mode. They divide the rows of a batch."""
+"""Replicas: groups of devices that each have the whole model, split in any mode, and divide the rows of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from splitc.runtime.hardware.profiles import HOST
 
 
 def predict_in_groups(plan: Plan, replicas: Replicas, clock: Clock) -> Prediction:
-    """The slowest replica's times for its rows. Requests with fewer rows than replicas leave some replicas free.
+    """The slowest replica's times for its rows. If a request has fewer rows than replicas, some replicas are free.
 
     A request without rows, such as one with an empty list of images, takes no time.
     """
@@ -58,17 +58,17 @@ def _slowest(plan: Plan, replicas: Replicas, clock: Clock, at_work: int) -> Pred
 
 
 def _joining(analysis: Analysis, replicas: Replicas, clock: Clock) -> float:
-    """The seconds to cut inputs and to join outputs."""
+    """The seconds to divide the rows of inputs and to join those of outputs."""
     ends = (*analysis.graph.graph.inputs, *analysis.graph.outputs)
     cut = [value for value in ends if value.name in replicas.rows and value.name not in clock.states]
     return len(cut) * HOST.part + clock.copying(clock.ranks[0], sum(map(analysis.costs.value_bytes, cut)))
 
 
 def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """The plan in a mode, with the number of copies of the model that the request and the mode ask for.
+    """The plan in a mode, with as many replicas as the request and the mode ask for.
 
-    Groups are inside hosts if possible. Raises as `mode.plan` does, CannotSplitError if the rows of a batch can't be
-    divided, and MisuseError unless the devices can be divided into equal groups.
+    Each group is inside a host if possible. Raises as `mode.plan` does, CannotSplitError if the rows of a batch can't
+    be divided, and MisuseError unless the devices can be divided into equal groups.
     """
     count = len(resources.devices)
     groups = mode.groups(request, resources.devices)
@@ -93,7 +93,7 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
 def replan_in_groups(
     mode: Mode, analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
-    """The plan of a file with several copies of the model. Raises as `mode.replan` does."""
+    """The plan that a plan file describes, with its replicas. Raises as `mode.replan` does."""
     groups, count = file.batch_groups, len(file.ranks)
     if groups == 1:
         return mode.replan(analysis, resources, request, file, chosen)
@@ -121,7 +121,7 @@ def _divided(
     rows: Mapping[str, int],
     plan_one: Callable[[Analysis], Plan],
 ) -> Plan:
-    """The plan of all groups, which have these shares of the rows. `plan_one` plans a group, for the rows that it has.
+    """The plan of all groups, which have these shares of the rows. `plan_one` plans a group for its rows.
 
     Raises DoesNotFitError if a rank needs more than its budget.
     """
@@ -135,14 +135,14 @@ def _divided(
 
 
 def _same_places(devices: Sequence[Device], group: Sequence[Device]) -> dict[str, str]:
-    """For each device, by name, the device in the same place of a group."""
+    """For each device, the device at the same place in a group, by their names."""
     return {str(device): str(group[place % len(group)]) for place, device in enumerate(devices)}
 
 
 def _speeds(analysis: Analysis, resources: Resources, group: Sequence[Device]) -> list[float]:
-    """The groups' shares of the rows: the joint speed of their devices with blocks, relative to the first group's.
+    """The groups' shares of the rows: the summed speed of their devices with blocks, relative to the first group's.
 
-    `group` are the devices of the group that the analysis is for.
+    `group` are the devices of the group that is planned.
     """
     own = block_places(analysis, group)
     places = [first + place for first in range(0, len(resources.devices), len(group)) for place in own]
@@ -157,7 +157,7 @@ def _sums(shares: Sequence[float], size: int) -> list[float]:
 
 
 def _inside(shares: Sequence[float], size: int) -> list[float]:
-    """The shares of a group's devices, which must be the same in all groups. Raises MisuseError if they are not."""
+    """The shares of a group's devices. Raises MisuseError unless they are proportional in all groups."""
     first = np.array(shares[:size])
     for start in range(size, len(shares), size):
         own = np.array(shares[start : start + size])
@@ -171,7 +171,7 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
 
 
 def _tightest(resources: Resources, size: int) -> Resources:
-    """The devices of the group with the least memory, each with the smallest budget in its place of any group."""
+    """The devices of the group with the least memory, each with the smallest budget at its place in any group."""
     budgets: list[Budget] = []
     for place in range(size):
         known = [budget for budget in resources.budgets[place::size] if budget is not None]
@@ -191,7 +191,7 @@ def _joined(
     counts: Sequence[int],
     rows: Mapping[str, int],
 ) -> Plan:
-    """The plan of all groups, which hold the same as `first`. `plans` are those for each group's rows."""
+    """The plan of all groups, which hold the same as `first`. `plans` are those of each group for its rows."""
     size = len(resources.devices) // len(shares)
     places = [resources.devices.index(rank.device) % size for rank in first.ranks]
     ranks = []

@@ -1,7 +1,7 @@
-"""Row mode: the main device runs the model, and every device holds slices of its large matmul weights.
+"""Row mode: the main device runs the model, and all devices hold slices of its large matmul weights.
 
-This is Megatron's column-parallel: matrices are sliced by output features. The name is llama.cpp's, where a matrix with
-N outputs has N rows.
+Matrices are sliced by output features, which Megatron calls column-parallel. The name is llama.cpp's, where a matrix
+with N outputs has N rows.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from splitc.runtime.units import first_few, format_bytes
 
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
-# Minimum share of the model's weights that can be sliced. Less does not justify a round trip in each block. A choice:
-# of 11 models four can slice nothing, one 0.01, and six more than 0.3.
+# Minimum share of the model's weights that can be sliced: less does not justify round trips in each block. A choice: of
+# 11 models four can slice nothing, one 0.01, and six more than 0.3.
 LEAST_SHARE = 0.1
 # How many weights, and how many kinds of readers, the error names if too little can be sliced.
 NAMED, KINDS = 5, 3
-# About the number of nodes that send a product's input, receive its result, and join its columns.
+# About the number of nodes for each product that send its input, receive its result, and join its columns.
 PASSING = 3
 
 
 @dataclass(frozen=True)
 class RowSplit(WholeValues):
-    """The main rank runs the model. Each rank multiplies by its slices of matrices of at least `row_min` squared."""
+    """The main rank runs the model. Each rank has slices of matrices of at least `row_min` x `row_min`."""
 
     sliced: SlicedProducts
     row_min: int
@@ -81,7 +81,7 @@ class RowSplit(WholeValues):
         return 2 * rounds if rank.part == 0 else rounds - 1
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        """The main rank's own work, and for each round the slowest slice and the values sent there and back.
+        """The main rank's own work, and for each round, the slowest rank's slices and the values sent both ways.
 
         The main rank waits for the others, so requests of a stream do not overlap.
         """
@@ -95,7 +95,7 @@ class RowSplit(WholeValues):
             slowest = max(clock.seconds(rank, nodes, len(ranks), partial(self._share, rank.part)) for rank in unlike)
             total += clock.meeting(slowest) * max(1.0, clock.crowd(ranks))
             total += 2 * (link.latency + clock.cold(main) + (0.0 if clock.operators else clock.start(main)))
-        # Received columns are copied once more to be joined.
+        # To be joined, received columns are copied once more.
         results = (product.result for product in self.sliced.products.values())
         joined = sum(map(self.analysis.costs.value_bytes, results))
         latency = total + sum(self.exchanged(cuts)) * link.per_byte + clock.copying(main, joined)
@@ -118,7 +118,7 @@ class RowSplit(WholeValues):
 
 
 def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which slices of the large matmul weights each device holds. The main device is rank 0 and holds the rest.
+    """Plan which slices of the large matmul weights each device holds. The main device, rank 0, holds the rest too.
 
     Raises MisuseError for fewer than two devices or an unknown main device, CannotSplitError if too little can be
     sliced or a device would get nothing, DoesNotFitError if a rank needs more than its budget.
@@ -132,7 +132,7 @@ def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Pla
 
 
 def _main_first(resources: Resources, request: Request) -> list[int]:
-    """The devices' numbers, the main device's first."""
+    """The devices' indices, the main device's first, followed by those of its host."""
     numbers = list(range(len(resources.devices)))
     if request.main_device is None:
         return numbers
@@ -162,7 +162,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
-    # Most ranks have equally many columns: only the main one has more than these.
+    # Most ranks have equally many columns, and so equal memory. The main rank also has the rest of the model.
     kinds = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
     first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
@@ -191,7 +191,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
 
 @remembered
 def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node, str]]:
-    """The products that can be sliced, and the nodes whose rules did not hold when tried: these are whole."""
+    """The products that can be sliced, and the nodes that are not sliced since their rules did not hold when tried."""
     opaque: dict[ir.Node, str] = {}
     while True:
         products = find_products(analysis, least, opaque)
@@ -250,9 +250,9 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
 def _shares_of_free_memory(
     analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]
 ) -> list[float]:
-    """Shares in proportion to the rest of each budget after everything that the device holds without slices.
+    """Shares in proportion to what each budget leaves for slices, after all else that the device holds.
 
-    They are equal if a budget is not known.
+    If a budget is not known, shares are those of `as_shares`.
     """
     known = [budget for budget in budgets if budget is not None]
     if len(known) < len(budgets):
@@ -278,7 +278,7 @@ def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[
 
 
 def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> Stage:
-    """A rank's stage: the whole model on the main rank; products and their blocks on any other."""
+    """A rank's stage: the whole model on the main rank; its products, with their blocks, on any other."""
     if number == 0:
         return stage
     own = split.of_rank(number, list(split.products.values()))
@@ -290,7 +290,7 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
 def _exchanged(
     analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
 ) -> tuple[list[ir.Value], dict[ir.Value, int]]:
-    """The inputs that a rank takes for its columns of some products, and the bytes of its columns of each result."""
+    """The inputs that a rank receives for some products, and the bytes of its columns of each result."""
     own = split.of_rank(number, list(products))
     takes = list(dict.fromkeys(value for product in own for value in product.takes))
     gives = {
@@ -301,14 +301,14 @@ def _exchanged(
 
 
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
-    """The values that cross between a rank and the main one in a run, in both directions, once each."""
+    """The values that a rank exchanges with the main one in a run, in both directions, each once."""
     takes, gives = _exchanged(analysis, split, number, split.products.values())
     crossing = sum(map(analysis.costs.value_bytes, takes)) + sum(gives.values())
     return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
 
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
-    """Each rank's seconds per run. The time of a product is divided among the ranks by their columns."""
+    """Each rank's seconds for a run: a product's time is divided among the ranks by their columns."""
     threads = threads_for(resources.devices, resources.threads)
     pace, costs = find_pace(resources.devices[0], threads, len(resources.devices), resources.machine), analysis.costs
     whole = sum(block_seconds(analysis, resources, [0])[0])

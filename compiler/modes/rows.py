@@ -1,4 +1,4 @@
-"""The rows of a model's batch, which groups of devices divide: finds them, tries them in ONNX Runtime, reduces them."""
+"""Finds the batch axis, whose rows replicas divide, and tries in ONNX Runtime whether rows are independent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
-from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
+from splitc.compiler.sharding.batch import BatchAxes, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.row_numbers import (
@@ -36,19 +36,19 @@ from splitc.compiler.trials.trial import find_broken
 
 # More rows than any request has.
 BEYOND = 10**9
-# The number of rows to infer shapes with: a prime, so that it equals no other size. A choice.
+# A number of rows for shape inference: a prime, so that it equals no other size. A choice.
 SOME_ROWS = 67
 
 
 class NoRowsError(CannotSplitError):
-    """No axis of the model is independent rows, so groups of devices can't divide them."""
+    """No axis of the model is a batch of independent rows, so replicas can't divide it."""
 
 
 def tried_rows(analysis: Analysis) -> Mapping[str, int]:
-    """The number of the row axis in each output, and in each input that has one, by name.
+    """By name, the batch axis of each output, and of each input that has one.
 
-    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises NoRowsError, which
-    names the node where rows meet, if there is no row axis.
+    A node whose axes rule does not hold when it is tried needs all rows. Raises NoRowsError, which names the node that
+    mixes rows, if there is no batch axis.
     """
     rows = _rows_or_why(analysis)
     if isinstance(rows, str):
@@ -57,8 +57,8 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
 
 
 @remembered
-def _rows_or_why(analysis: Analysis) -> Rows | str:
-    """The rows; or why there are none, and what to do. It is remembered, since auto mode asks for each way."""
+def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
+    """The batch; or why there is none, and what to do. Cached, since auto mode needs it for each way."""
     graph, bound = analysis.graph, probe_sizes(analysis)
     probes = Probes(graph, analysis.shapes, analysis.costs.certain)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
@@ -66,26 +66,26 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
             f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
-    told = bound
+    reported = bound
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     for same in probes.with_same_axes() if rows is None else ():
         rows, opaque = _search(analysis, partial(_numbered, graph, same))
-        told = same  # these sizes tell the fewest axes apart, so that what is left is the reason
+        reported = same  # with these sizes the fewest axes seem to differ, so what still mixes rows is the reason
         if rows is not None:
             break
     if rows is None and (others := probes.multiples(bound)) is not None:
         rows, met = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
         if rows is None and nodes_from_sizes(graph):
             rows, met = _search(analysis, partial(_numbered, graph, others))
-        if told is analysis.costs.certain:  # of one row, if no primes fit: rows can't be told from anything
-            told, opaque = others, met
+        if reported is analysis.costs.certain:  # no primes fit, and planned sizes may be equal
+            reported, opaque = others, met
     if rows is not None:
         return rows
-    numbers = find_row_numbers(graph, told, opaque)
+    numbers = find_row_numbers(graph, reported, opaque)
     why = explain_no_rows(
-        graph, numbers.axis_map if numbers else find_axes(graph, told, opaque), nodes_from_sizes(graph)
+        graph, numbers.axis_map if numbers else find_axes(graph, reported, opaque), nodes_from_sizes(graph)
     )
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
     return f"{why}. {other}"
@@ -101,8 +101,11 @@ def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -
 
 def _search(
     analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
-) -> tuple[Rows | None, Mapping[ir.Node, str]]:
-    """The rows by the axes that `find` returns for opaque nodes, tried; None if there are none. And these nodes."""
+) -> tuple[BatchAxes | None, Mapping[ir.Node, str]]:
+    """The batch by the axes that `find` returns, after trying the rules; None if there is none. And the opaque nodes.
+
+    A node whose rule does not hold becomes opaque, and `find` is called again.
+    """
     graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
         looked = find(opaque)
@@ -112,7 +115,7 @@ def _search(
         rows = find_rows(graph, axis_map)
         if rows is None or (numbers is not None and not all(map(numbers.hold, rows.atoms))):
             return None, opaque
-        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.picking.keys()
+        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.indexing.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
         chosen = Choice(rows.atoms, {}, (), {}, NO_SUMS)
         broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
@@ -131,11 +134,11 @@ def _search(
         opaque.update(broken)
 
 
-def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.Node, str]:
-    """The nodes whose number of rows does not grow with the inputs', and why.
+def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict[ir.Node, str]:
+    """The first node whose number of rows is not proportional to the inputs', and why; empty if there is none.
 
-    A Slice up to 512 keeps all of fewer rows, and another rule may take a constant for the probe size. So shapes are
-    inferred once more, with more rows than any such Slice keeps.
+    A Slice [:512] keeps all rows if there are fewer, and a rule may mistake a constant for a number of rows. So shapes
+    are inferred once more, with more rows than any such Slice keeps.
     """
     if analysis.fitted.fills:
         return {}
@@ -163,14 +166,14 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.N
 
 
 def _slice_ends(axis_map: AxisMap) -> Iterator[int]:
-    """The ends of Slices, without those at an axis's end or beyond any request (tf2onnx writes 10^9)."""
+    """The ends of Slices that may cut off rows; tf2onnx writes 10^9 for the end of an axis."""
     for node, operation in axis_map.operations.items():
         if node.op_type == "Slice" and not node.domain:
             yield from (end for end in operation.numbers(2, "ends") or () if 0 < end < BEYOND)
 
 
 def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:
-    """The number of rows that is planned for."""
+    """The planned number of rows."""
     return max(shape[axes[name]] for name, shape in analysis.shapes.items() if name in axes)
 
 

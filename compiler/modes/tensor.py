@@ -1,6 +1,6 @@
-"""Tensor mode: the devices of a group share each block, and each rank runs its shard of it.
+"""Tensor mode (tensor parallelism): each rank of a group runs its shard of every block.
 
-This is Megatron's tensor parallelism: matrices are column-, then row-parallel, with one all-reduce after each pair.
+As in Megatron, matrices are column-, then row-parallel, with one all-reduce after each pair.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# Minimum share of the blocks' weight bytes that is sharded without collectives. Below it, all islands are taken,
-# whatever their time: sharding only a head, or a detector's last convolutions, by columns is no tensor mode. A choice.
+# If all that is sharded takes no collectives, and is less than this share of the blocks' weight bytes, all islands are
+# sharded, whatever their time: to shard only a head, or a detector's last convolutions, is no tensor mode. A choice.
 LEAST_SHARE = 0.1
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
 
 
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which blocks each group of devices runs, and which shards each device has.
+    """Plan which blocks each group of devices runs, and which shards each device has.
 
-    Groups are inside hosts if possible. Devices with placed weights come last. Raises CannotSplitError if nothing can
-    be sharded, MisuseError if the devices can't be divided into equal groups of two or more, DoesNotFitError if a rank
-    needs more than its budget.
+    Each group is inside a host if possible. Devices with placed weights come last. Raises CannotSplitError if nothing
+    can be sharded, MisuseError if the devices can't be divided into equal groups of two or more, DoesNotFitError if a
+    rank needs more than its budget.
     """
     stages, places = request.pipeline_stages, block_places(analysis, resources.devices)
     count = len(places) // stages
@@ -95,7 +95,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
 
 
 def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
-    """The plan with all islands, if that fits and shards more; else the given plan, which shards next to nothing."""
+    """The plan with all islands, if that fits and shards more; else the given plan."""
     with suppress(CannotSplitError, DoesNotFitError):
         other = make(small)
         return other if sharded_share(other.weights) > sharded_share(plan.weights) else plan
@@ -119,9 +119,9 @@ def _make_plan(
     seconds: Sequence[Sequence[float]],
     axes: TensorAxes,
 ) -> Plan:
-    """The plan with the chosen runs of blocks on groups of devices, sharded by the devices' shares.
+    """The plan with the chosen ranges of blocks on groups of devices, sharded by the devices' shares.
 
-    `seconds` are the blocks' on each group.
+    `seconds` are the times of the blocks on each group.
     """
     count = len(shares) // request.pipeline_stages
     stages = divide_blocks(analysis.graph, analysis.partition, [run.end for run in chosen])
@@ -187,7 +187,7 @@ def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) ->
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
-    """Warnings for ranks that own no unit of any axis, and so only repeat another rank's work."""
+    """Warnings for ranks that own no unit of any axis: they only repeat another rank's work."""
     idle = [part for part in range(sharded.ranks) if not any(parts[part].owned for parts in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no part of any weight: leave it out with -d, or give it a larger share "
@@ -213,7 +213,7 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
 
 
 def _check_drawn(sharded: ShardedModel) -> None:
-    """Raise CannotSplitError if one rank draws random numbers that can't be sent to the others."""
+    """Raise CannotSplitError if a value drawn at random can't be sent from one rank to the others."""
     for value in sharded.sums.summed:
         node = value.producer()
         if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.STRING:
@@ -260,7 +260,7 @@ def _check_islands(analysis: Analysis, file: PlanFile) -> None:
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
-    """One group of some devices; all devices in equal groups; and groups that divide a host, on some of the hosts."""
+    """The ways: one group of some devices; all devices in equal groups; equal groups inside some of the hosts."""
     count, most = sum(hosts), hosts[0]
     single = [Way(number) for number in single_groups(hosts, numbers)]
     equal = [Way(count, stages) for stages in range(2, count // 2 + 1) if count % stages == 0]

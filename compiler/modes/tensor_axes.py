@@ -1,4 +1,4 @@
-"""The axes that tensor mode shards, and the nodes that it makes islands, where that costs less than it frees."""
+"""Chooses the axes that tensor mode shards, and the islands whose collectives cost less than they save."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from splitc.compiler.sharding.islands import find_islands
 from splitc.compiler.trials.trial import find_broken
 from splitc.runtime.hardware.profiles import Link
 
-# Whether an island is worth the cost of its candidate axis.
+# Returns whether an island is worth the collectives of its candidate axis.
 _Worth = Callable[[Island, Candidate], bool]
 
 
 @dataclass(frozen=True)
 class TensorAxes:
-    """The axes of a model, the choice of the sharded ones, and the nodes whose rules did not hold when tried."""
+    """The axes of a model, the choice of those to shard, and the nodes whose rules did not hold when tried."""
 
     axis_map: AxisMap
     choice: Choice
@@ -59,7 +59,7 @@ def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
 
 
 def small_axes(analysis: Analysis, count: int) -> TensorAxes:
-    """The axes to shard over `count` ranks, with all islands: most weights are sharded, whatever time it takes."""
+    """The axes to shard over `count` ranks, with all islands: most weights are sharded, whatever time that takes."""
     return _with_islands(analysis, count, lambda island, candidate: True)
 
 
@@ -84,7 +84,7 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
 
 
 def _apart(analysis: Analysis) -> dict[ir.Node, str]:
-    """The nodes that are on other devices than the blocks, each with the reason for whole axes."""
+    """The nodes with placed weights, on other devices than the blocks, each with the reason why its axes are whole."""
     placed = analysis.partition.placed
     return {node: f"it is on {own.device}" for own in placed for block in own.blocks for node in block.nodes}
 
@@ -119,8 +119,8 @@ def _covered(axes: TensorAxes) -> int:
 def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
     """The axes to shard over `count` ranks.
 
-    A node whose rule does not hold when tried is opaque, and the axes are chosen again. Nodes that are placed on other
-    devices read and return whole values.
+    If a node's rule does not hold when tried, the node is made opaque, and the axes are chosen again. Nodes with placed
+    weights read and return whole values.
     """
     opaque = _apart(analysis)
     graph, size = analysis.graph, analysis.costs.value_bytes
@@ -138,7 +138,7 @@ def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> Tensor
 def _candidates(
     analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: frozenset[Island]
 ) -> tuple[AxisMap, Candidates]:
-    """The axes and candidates with these opaque nodes and islands. They are the same for any number of ranks."""
+    """The axes and candidates with these opaque nodes and islands, which do not depend on the number of ranks."""
     graph, costs = analysis.graph, analysis.costs
     axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands)
     return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)

@@ -1,4 +1,4 @@
-"""What the ranks of tensor mode run: their shards of the blocks, and nodes that are placed on other devices."""
+"""What the ranks of tensor mode run: their shards of the blocks, or the nodes of placed weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ RANGE = 8
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Each rank of a group runs every node of its stage on its shards. The group sums partial values.
+    """Each rank of a group runs every node of its stage on its shards, and the group all-reduces partial values.
 
-    With placed weights, the blocks are one stage, and each device with placed weights is a stage of one rank after it.
+    With placed weights, the blocks are one stage, and each device with placed weights is a further stage of one rank.
     `transfers` are those between these stages.
     """
 
@@ -70,7 +70,7 @@ class TensorSplit:
         return [*map(self.analysis.costs.value_bytes, sums.exchanged), *self._reduced_bytes()]
 
     def _reduced_bytes(self) -> Iterator[int]:
-        """The bytes of reduced statistics: a range, or what each row of one node needs, or of two paired norms."""
+        """The bytes of each all-reduce of statistics: a range, or those of a node's rows, or of two paired norms."""
         sums = self.sharded.sums
         seconds = dict(sums.paired)
         for node in sums.reduced:
@@ -96,11 +96,11 @@ class TensorSplit:
         return bool(self.analysis.partition.placed)
 
     def _has_shards(self, rank: RankPlan) -> bool:
-        """Whether the rank is one of those that share the blocks."""
+        """Whether the rank has shards of the blocks, rather than placed weights."""
         return rank.part < self.sharded.ranks
 
     def _stage_of(self, rank: RankPlan) -> int:
-        """The number of the rank's stage among those that `transfers` connect."""
+        """The number by which `transfers` refer to the rank's stage."""
         return max(0, rank.part - self.sharded.ranks + 1)
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
@@ -128,7 +128,7 @@ class TensorSplit:
         return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
 
     def _joining(self, clock: Clock) -> float:
-        """The seconds to cut sharded inputs and to join sharded outputs."""
+        """The seconds to slice sharded inputs and to join sharded outputs."""
         graph = self.analysis.graph.graph
         ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
         cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
@@ -150,7 +150,7 @@ class TensorSplit:
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _program_with_placed(self, rank: RankPlan, number: int, count: int) -> RankProgram:
-        """The program of a rank if some weights are placed: engines are cut at all-reduces and transfers."""
+        """The program of a rank if weights are placed: engines are cut at all-reduces and transfers."""
         stage, group = rank.stage, range(self.sharded.ranks)
         transfers = to_shards(self.transfers, len(group))
         inside = [own for own in transfers if own.inside]
@@ -169,11 +169,11 @@ class TensorSplit:
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _given(self, rank: RankPlan) -> list[str]:
-        """The names of the outputs whose shards the rank gives to the caller."""
+        """The names of the outputs of which the rank returns its shard to the caller."""
         return [value.name or "" for value in rank.stage.outputs if self.sharded.gives(rank.part, value)]
 
     def _parts(self, rank: RankPlan) -> list[Part]:
-        """The rank's shards of inputs and outputs, without those that are the whole."""
+        """The manifest's entries for the rank's shards of inputs and outputs, without those that are whole."""
         if not self._has_shards(rank):
             return []
         shards = self.sharded.shards(rank.part)

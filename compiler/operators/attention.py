@@ -1,4 +1,4 @@
-"""Attention as one operator.
+"""Operators for attention and rotary embedding. Their forms are those of ONNX's and ONNX Runtime's specifications.
 
 Letters in patterns: b batch; l new tokens; s and t all tokens; p past tokens; d and e head sizes of keys and of values;
 k key-value heads; g query heads for each of them; h heads if there are as many key-value heads as query heads.
@@ -19,14 +19,14 @@ from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
 
 def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
-    """Factors for the heads; None if the numbers of heads are invalid."""
+    """Factors for key-value heads (k) and query heads for each (g); None if the numbers of heads are invalid."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None
     return {"k": ax.new_axis(keys), "g": ax.new_axis(queries // keys)}
 
 
 def attention(op: Operation) -> None:
-    """Opset 23 and later: queries, keys and values of rank 4 [b, heads, l, d] or 3 [b, l, heads x d]."""
+    """ONNX's Attention (opset 23 and later): queries, keys and values [b, heads, l, d] or [b, l, heads x d]."""
     flat = len(op.input(0)) == 3
     shape = [ax.size_of(axis) for axis in op.input(0)]
     keys = [ax.size_of(axis) for axis in op.input(1)]
@@ -98,7 +98,7 @@ def multi_head_attention(op: Operation) -> None:
 
 
 def fused_attention(op: Operation) -> None:
-    """Attention with the projection to queries, keys and values inside. Past keys and values are one tensor."""
+    """com.microsoft.Attention: it includes the projection to queries, keys and values; both pasts are one tensor."""
     count = op.number("num_heads", 0)
     if count <= 0:
         return
@@ -118,11 +118,11 @@ def fused_attention(op: Operation) -> None:
 
 
 def rotary_embedding(op: Operation) -> None:
-    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d], or only its first 2 x r columns.
+    """Rotary embedding of [b, heads, l, d] or [b, l, heads x d], or of only the first 2 x r elements of each head.
 
-    Cosines and sines are tables by position. Positions are [b, l], or only the first one, [1]. If that is 0, and the
-    tables have exactly one row per position, a shard of positions has its shard of the tables. ONNX's own operator also
-    takes cosines and sines as [b, l, r].
+    Cosines and sines are tables with a row for each position. Positions are [b, l], or only the first one, [1]. If that
+    is 0, and the tables have exactly one row per position, a shard of positions reads its shard of the tables. ONNX's
+    own operator also takes cosines and sines as [b, l, r].
     """
     data = op.input(0)
     flat = len(data) == 3
@@ -149,9 +149,9 @@ def rotary_embedding(op: Operation) -> None:
 
 
 def _rotary_tables(op: Operation) -> tuple[str, str]:
-    """The terms of a rotary embedding's other inputs, and the letters of rows that it needs whole.
+    """The terms of a rotary embedding's other inputs, and the letters of axes that it needs whole.
 
-    Rows that are looked up by position are handled where positions are known (row_numbers.py).
+    Tables that are indexed by given positions are related by sharding/row_numbers.py, where positions are computed.
     """
     if not op.node.domain:
         return ("b l r, b l r, -", "") if len(op.input(1)) == 3 else ("r, r, b l", "")
@@ -162,14 +162,14 @@ def _rotary_tables(op: Operation) -> tuple[str, str]:
 
 
 def _mask(op: Operation, number: int) -> str:
-    """The term of a mask of keys, or of their lengths: [b], [b, t], [b, l, t], or [b, 1, m, m] for lengths up to m."""
+    """The term of a mask input: lengths [b], or a mask [b, t], [b, l, t], or [b, 1, m, m] for lengths up to m."""
     return ["-", "b", "b t", "b l t", "b h m m"][len(op.input(number))] if op.has(number) else "-"
 
 
 def key_lengths(op: Operation, number: int) -> int | None:
-    """Example lengths for GroupQueryAttention: of the whole cache, since the kernel leaves unused rows unset.
+    """Example lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves other rows unset.
 
-    They include the new tokens: with less, ONNX Runtime 1.23 counts from below zero, and its kernel never ends.
+    They include the new tokens: with less, a loop of ONNX Runtime 1.23 starts below zero and never ends.
     """
     new = ax.size_of(op.input(0)[1])
     keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
@@ -177,10 +177,10 @@ def key_lengths(op: Operation, number: int) -> int | None:
 
 
 def cache_sizes(node: ir.Node) -> dict[int, int]:
-    """The heads of GroupQueryAttention's caches, their width, and the rows of caches that hold only a window.
+    """The fixed sizes of GroupQueryAttention's caches by axis: heads, head size, and rows of sliding-window caches.
 
-    Files may have symbols for the width and the rows, though kernels take one size. Caches of another type than the
-    queries are packed, and have another width.
+    Files may have symbols for these, though kernels take one size. Caches of another type than the queries are packed:
+    their head size is not known.
     """
     query, key, past = node.inputs[0], node.inputs[1], node.inputs[3]
     heads, own = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
@@ -196,12 +196,12 @@ def cache_sizes(node: ir.Node) -> dict[int, int]:
 
 
 def first_position(op: Operation, number: int) -> int | None:
-    """An example position of the first row: 0, since tables may have no more rows. Kernels read beyond their end."""
+    """An example first position: 0, since the tables may have no further rows, and kernels would read beyond them."""
     return 0 if number == 1 and len(op.input(1)) < 2 else None
 
 
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 x output elements x keys, for queries x keys and for scores x values; plus a fused projection."""
+    """2 x output elements x keys for each of the products queries x keys and scores x values; plus a projection."""
     output = outputs[0] if outputs else ()
     weight = inputs[1] if len(inputs) > 1 else ()
     projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
@@ -209,9 +209,9 @@ def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def _count_keys(inputs: Shapes, outputs: Shapes) -> int:
-    """The number of keys: those given, [b, s, heads x d], [b, heads, s, d] or packed [b, s, heads, 2, d], or cached.
+    """The number of keys: of the input [b, s, heads x d], [b, heads, s, d] or packed [b, s, heads, 2, d], or cached.
 
-    Keys that are packed with the queries are as many as these. A cache holds past and new keys, and its room.
+    Keys that are packed with the queries are as many as these. A cache holds past and new keys, and spare capacity.
     """
     packed = len(inputs) < 2 or len(inputs[1]) < 3
     given = inputs[0 if packed else 1] if inputs else ()
@@ -220,7 +220,7 @@ def _count_keys(inputs: Shapes, outputs: Shapes) -> int:
 
 
 def _attention(name: str, axes: AxesRule | None = None, **more: Any) -> Operator:
-    """An entry. Kernels in half precision on GPUs keep all scores in registers."""
+    """An entry for attention. Its kernels for half precision on GPUs keep scores in registers: no scratch."""
     more = {"half_scratch": scratch.nothing, **more}
     return Operator(name, axes, attention_flops, is_product=True, is_attention=True, **more)
 

@@ -1,9 +1,9 @@
-"""Axes of values, and which of them are the same axis.
+"""Axes of values as products of factors, and which factors are the same.
 
-Each axis of each value is a product of *factors*, major first, as in Shardy. Rules relate the factors of a node's
+Each axis of each value is a product of *factors*, major first, as in Shardy. Axes rules relate the factors of a node's
 inputs and outputs (`splitc.compiler.operators`). Related factors are merged (union-find). A rule may refine a factor
 into a product (a Reshape from 256 to 8 x 32) or into consecutive *sections* (a Split into q, k and v). A factor that is
-not refined is an *atom*: heads, head size, width of the feed-forward. A pin says which node needs an atom whole.
+not refined is an *atom*: heads, head size, width of the feed-forward layer. A *pin* is a node that needs an atom whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Pin:
-    """The node that needs an axis whole (None: no single node), and the reason."""
+    """The node that needs an axis whole (None if it is no single node), and the reason."""
 
     node: ir.Node | None
     reason: str
@@ -26,7 +26,7 @@ class Pin:
 
 @dataclass(eq=False)
 class Factor:
-    """A factor of an axis. At most one of `same` (the factor it was merged into), `product` and `sections` is set."""
+    """A factor of an axis. At most one of these is set: `same` (what it was merged into), `product`, `sections`."""
 
     size: int
     same: Factor | None = None
@@ -36,7 +36,7 @@ class Factor:
 
     @property
     def is_atom(self) -> bool:
-        """Whether it is refined neither into a product nor into sections."""
+        """Whether the factor is refined neither into a product nor into sections."""
         return not self.product and not self.sections
 
 
@@ -77,7 +77,7 @@ def find(factor: Factor) -> Factor:
 
 
 def leaves(axis: Axis) -> list[Factor]:
-    """The axis as a product of atoms and of factors with sections. Factors of size 1 are left out."""
+    """The axis as a product of atoms and of factors with sections, without factors of size 1."""
     result: list[Factor] = []
     for factor in map(find, axis):
         result += leaves(factor.product) if factor.product else [factor] if factor.size != 1 else []
@@ -96,9 +96,9 @@ def atoms(axis: Axis) -> Iterator[Factor]:
 
 
 def flatten_sections(axis: Axis) -> None:
-    """Replace sections of sections by a flat list, in place. A value that grows by hundreds of Concats nests as deeply.
+    """Replace sections of sections by a flat list, in place. Axes must not be related afterwards.
 
-    Axes must not be related afterwards.
+    Hundreds of Concats in sequence, each with the last one's result, nest sections as deeply.
     """
     left = [leaf for leaf in leaves(axis) if not leaf.is_atom]
     while left:
@@ -184,7 +184,7 @@ def _refine(factor: Factor, major: int) -> bool:
 def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
     """Relate two divisions of one axis into sections, pair by pair. The longer of a pair is cut to the shorter's size.
 
-    A pair that shares an atom at different offsets (a rolled axis) would be cut down to single elements. It is pinned
+    A pair with the same atom at different offsets (a rolled axis) would be cut into single elements. It is pinned
     instead, with all sections after it.
     """
     a, b = deque(first), deque(second)
@@ -206,7 +206,7 @@ def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
 def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Refine the axis into sections of these sizes, and return them.
 
-    An axis that can't be cut there (within a minor factor) is pinned, with its sections.
+    An axis that would have to be cut within a minor factor is pinned instead, with the sections.
     """
     parts = leaves(axis)
     if len([size for size in sizes if size]) <= 1:

@@ -1,4 +1,4 @@
-"""Which dequantized weights ONNX Runtime fuses with a product."""
+"""Tells which dequantized weights ONNX Runtime fuses with a product."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from splitc.compiler.remembered import remembered
 def is_fused(node: ir.Node) -> bool:
     """Whether ONNX Runtime fuses this dequantization with a product, whose other input it then quantizes.
 
-    It does if the product is the only reader and the matrix is no output, unless the other input is dequantized too:
-    then it computes with both as they are. If the scale is a single number, no other node may read that number either:
-    ONNX Runtime merges equal ones.
+    It does if the product is the only reader of the dequantized matrix, and its other input is not dequantized too. If
+    the scale has one element, no other node may read an equal one either: ONNX Runtime merges equal initializers.
     """
     number, matrix = _number(node.inputs[1]), node.outputs[0]
     own = number is None or node.graph is None or _readers(node.graph)[number] == 1
@@ -31,13 +30,13 @@ def _meets_dequantized(matrix: ir.Value) -> bool:
 
 @remembered
 def _readers(graph: ir.Graph) -> Counter[tuple[object, ...]]:
-    """How often a graph's nodes read each number, under whatever name."""
+    """How often a graph's nodes read initializers of one element, by their number."""
     values = (value for node in graph for value in node.inputs)
     return Counter(number for number in map(_number, values) if number is not None)
 
 
 def _number(value: ir.Value | None) -> tuple[object, ...] | None:
-    """A key of a weight that is a single number; None for other weights and for computed values."""
+    """A key of an initializer of one element; None for other values."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point():
         return None

@@ -1,4 +1,4 @@
-"""Operators that work element by element, with broadcasting."""
+"""Elementwise operators, with broadcasting."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OPERATORS = (
     *(Operator(name, elementwise, overwrites=name in OVERWRITING.split()) for name in NONLINEAR.split()),
     *(Operator(name, elementwise, scratch=scratch.biased) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
-    # Dynamic quantization that is written out rounds activations.
+    # Decomposed dynamic quantization rounds activations.
     Operator("Round", elementwise, shape_arithmetic=True, quantizes=True),
     Operator("Clip", elementwise, shape_arithmetic=True, may_precede_softmax=True, overwrites=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),

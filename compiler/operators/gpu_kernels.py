@@ -1,4 +1,4 @@
-"""ONNX Runtime's kernels for GPUs: the inputs that they read in host memory, and the types that have none.
+"""ONNX Runtime's CUDA kernels: which inputs they read in host memory, and which operators and types have none.
 
 From the kernels' definitions in core/providers/cuda and contrib_ops/cuda of ONNX Runtime 1.31: InputMemoryType, the
 type constraints, and the operators without a definition. An operator that is not listed here is assumed to have a
@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from splitc.compiler.nodes import operator_name
 
-# Attention with a cache, and its inputs that are a mask and sinks.
+# Attention with a cache, and the indices of its inputs for a bias and for sinks.
 GROUPED, SINKS_AND_BIAS = "com.microsoft.GroupQueryAttention", (10, 11)
-# The numbers of the inputs in host memory: sizes, axes, bounds.
+# By operator, the indices of the inputs that are read in host memory: sizes, axes, bounds.
 HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "CumSum": (1,),
@@ -46,7 +46,7 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
 }
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-# Operators without a kernel of any type. Those that are functions of others have kernels for CPUs, which are used then.
+# Operators without a CUDA kernel. ONNX Runtime runs them on the CPU, also those that ONNX defines as functions.
 MISSING = frozenset(
     {
         *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "DFT", "STFT", "MelWeightMatrix"),
@@ -57,7 +57,7 @@ MISSING = frozenset(
     }
 )
 MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
-# The types of the first input that have kernels.
+# For operators with kernels for few types: these types, of the first input.
 TYPES: dict[str, frozenset[ir.DataType]] = {
     "ArgMax": FLOATS,
     "ArgMin": FLOATS,
@@ -74,24 +74,24 @@ ENDED = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPoo
 
 
 def is_too_new(node: ir.Node) -> bool:
-    """Whether only older versions of the node's operator have kernels for GPUs."""
+    """Whether only older versions of the node's operator have CUDA kernels."""
     opset = 1 if node.graph is None else node.graph.opset_imports.get("", 1)
     return opset > LAST_OPSET and operator_name(node) in ENDED
 
 
 def host_inputs(node: ir.Node) -> tuple[int, ...]:
-    """The numbers of the inputs that the node's kernel for GPUs reads in host memory."""
+    """The indices of the inputs that the node's CUDA kernel reads in host memory."""
     return HOST_INPUTS.get(operator_name(node), ())
 
 
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
-    """Whether ONNX Runtime has a kernel for GPUs for the node. `dtype` is its first input's type, if known."""
+    """Whether ONNX Runtime has a CUDA kernel for the node. `dtype` is its first input's type, if known."""
     name = operator_name(node)
     if name in MISSING or name.startswith(MISSING_FROM) or is_too_new(node):
         return False
     if name == "GRU" and not node.attributes.get_int("linear_before_reset", 0):
-        return False  # cuDNN has the other form alone
+        return False  # cuDNN has only the other form
     if name == GROUPED and all(any(node.inputs[place : place + 1]) for place in SINKS_AND_BIAS):
-        return False  # kernels that know sinks take no mask
+        return False  # kernels that support sinks take no bias
     types = TYPES.get(name)
     return types is None or dtype is None or dtype in types

@@ -25,7 +25,7 @@ def _blocks(op: Operation, pattern: str) -> None:
 
 
 def grid_sample(op: Operation) -> None:
-    """Each row and channel is sampled at its row's positions."""
+    """Each image's channels are sampled at the positions of the image's grid."""
     image, grid, output = op.input(0), op.input(1), op.output()
     op.relate_all(image[:2], output[:2])
     op.relate(grid[0], output[0])
@@ -34,7 +34,7 @@ def grid_sample(op: Operation) -> None:
 
 
 def columns_to_image(op: Operation) -> None:
-    """Patches, as columns of channels x positions in a patch, are summed into an image."""
+    """Patches, given as columns [channels x positions in a patch], are summed into an image."""
     columns, output = op.input(0), op.output()
     patch = ax.new_axis(ax.size_of(columns[1]) // max(1, ax.size_of(output[1])))
     op.relate(columns[0], output[0])

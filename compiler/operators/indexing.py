@@ -10,6 +10,9 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
+# Reasons for whole axes.
+SELECTS, WRITES = "it selects elements by index", "it writes elements by index"
+
 
 def gather(op: Operation) -> None:
     """The axes of the indices replace the indexed axis."""
@@ -23,7 +26,7 @@ def gather(op: Operation) -> None:
 
 
 def gather_blocks(op: Operation) -> None:
-    """Gather of quantized rows. Scales and zero points (optional) belong to blocks along another axis."""
+    """Gather of quantized rows, with a scale, and perhaps a zero point, for each block along another axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("gather_axis", 0) % len(data)
     op.relate_all(indices, output[axis : axis + len(indices)])
@@ -40,14 +43,14 @@ def _look_up(op: Operation, axis: int) -> None:
         op.free([data[0]])
         op.is_lookup = True
         op.contracted = data[0]
-    elif not _pick_section(op, axis):
-        op.whole([data[axis]], "it is indexed")
+    elif not _select_section(op, axis):
+        op.whole([data[axis]], SELECTS)
 
 
-def _pick_section(op: Operation, axis: int) -> bool:
-    """Whether a list with one constant index picks a row of several axes: a section, as a Slice would.
+def _select_section(op: Operation, axis: int) -> bool:
+    """Relate the one element that a constant index selects, as a section, as a Slice would. Returns whether it can be.
 
-    Falcon's keys and values are rows behind those of the queries.
+    Falcon has keys and values in one axis with the queries' heads, and selects them by index.
     """
     data, places = op.input(0), op.numbers(1) if len(op.input(1)) == 1 else None
     if places is None or len(places) != 1 or len(data) < 2:
@@ -59,13 +62,13 @@ def _pick_section(op: Operation, axis: int) -> bool:
     head, row, tail = op.cut(data[axis], [place, 1, size - place - 1])
     op.relate(row, op.output()[axis])
     if places[0] < 0:
-        op.whole([tail], "it is counted from its end")
+        op.whole([tail], "its index counts from the end")
     op.declare_sizes(1, [head if place else None])
     return True
 
 
 def gather_elements(op: Operation) -> None:
-    """Axes other than the indexed one are the same, unless the indices are shorter."""
+    """Axes other than the indexed one are the same, unless indices have fewer elements along them."""
     axis = op.number("axis", 0) % len(op.input(0))
     for place, (data, indices, output) in enumerate(zip(op.input(0), op.input(1), op.output(), strict=True)):
         op.relate(indices, output)
@@ -75,7 +78,7 @@ def gather_elements(op: Operation) -> None:
 
 
 def gather_nd(op: Operation) -> None:
-    """The leading axes are indexed, and those after them stay. The ranks say how many, though no shape may be known."""
+    """The leading axes of data are indexed, and the others stay. How many these are follows from the ranks alone."""
     data, indices, output = op.input(0), op.input(1), op.output()
     batch = op.number("batch_dims", 0)
     stay = len(output) - (len(indices) - 1)
@@ -86,12 +89,12 @@ def gather_nd(op: Operation) -> None:
 
 
 def scatter_nd(op: Operation) -> None:
-    """The axes that are not indexed are the same in data, updates and output. The ranks say how many those are."""
+    """The axes that are not indexed are the same in data, updates and output. How many follows from the ranks alone."""
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
-    picked = len(data) - (len(updates) - (len(indices) - 1))
-    op.relate_all(data[picked:], output[picked:])
-    op.relate_all(updates[len(indices) - 1 :], output[picked:])
-    op.whole([*data[:picked], *output[:picked]], "it is written by index")
+    indexed = len(data) - (len(updates) - (len(indices) - 1))
+    op.relate_all(data[indexed:], output[indexed:])
+    op.relate_all(updates[len(indices) - 1 :], output[indexed:])
+    op.whole([*data[:indexed], *output[:indexed]], WRITES)
     if op.node.attributes.get_string("reduction", "none") in ("none", "add"):
         op.linear = (frozenset([0, 2]),)
 
@@ -101,17 +104,17 @@ def scatter_elements(op: Operation) -> None:
     axis = op.number("axis", 0) % len(op.input(0))
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
     op.relate_all(data, output)
-    op.whole([output[axis]], "it is written by index")
+    op.whole([output[axis]], WRITES)
     for place, axes in enumerate(zip(indices, updates, output, strict=True)):
         if place != axis and len(set(map(ax.size_of, axes))) == 1:
             op.relate(axes[0], axes[2])
             op.relate(axes[1], axes[2])
         elif place != axis:
-            op.whole(axes, "only a part of it is written")
+            op.whole(axes, "it writes only a part")
 
 
 def scatter_places(op: Operation, number: int) -> int | None:
-    """Example indices: 0 for an axis of size 1."""
+    """Example indices: 0 for an axis of one element."""
     axis = op.number("axis", 0) % len(op.input(0))
     return 0 if number == 1 and ax.size_of(op.input(0)[axis]) == 1 else None
 
@@ -124,7 +127,7 @@ def tensor_scatter(op: Operation) -> None:
     for place in range(len(data)):
         if place != axis:
             op.relate(updates[place], output[place])
-    op.whole([output[axis], updates[axis]], "it is written by index")
+    op.whole([output[axis], updates[axis]], WRITES)
     if op.has(2):
         op.relate(op.input(2)[0], output[0])
 
@@ -158,7 +161,7 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
 
 
 def unique_shapes(context: Any, node: ir.Node) -> None:
-    """Unique values or, with an axis, unique slices: a count that depends on data. The library drops the other axes."""
+    """Unique values or, with an axis, unique slices, of dynamic number. The library's rule drops the other axes."""
     data, count, axis = node.inputs[0], context.new_symbolic_dim(), node.attributes.get_int("axis", None)
     if data is None or data.shape is None or data.dtype is None:
         return

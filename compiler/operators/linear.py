@@ -1,4 +1,4 @@
-"""Products: matrices, convolutions, einsum."""
+"""Linear operators: matrix products, convolutions, Einsum, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def gemm(op: Operation) -> None:
 
 
 def activated(rule: AxesRule) -> AxesRule:
-    """The rule of a product with an activation inside, which applies to the whole sum only, not to partial ones.
+    """The rule of a product with a fused activation: it can't be partial, as the activation needs the whole sum.
 
     A convolution may add another image before the activation.
     """
 
     def relate(op: Operation) -> None:
         rule(op)
-        op.whole([op.contracted], "its activation is of the whole sum")
+        op.whole([op.contracted], "its activation needs the whole sum")
         op.contracted, op.add_on_one_rank, op.linear = (), frozenset(), ()
         if op.has(3):
             op.broadcast(op.input(3), op.output())
@@ -102,7 +102,7 @@ def einsum(op: Operation) -> None:
 
 
 def convolution(op: Operation) -> None:
-    """Conv takes a bias, ConvInteger the zero points of both inputs."""
+    """Conv takes a bias; ConvInteger takes the zero points of both inputs."""
     op.contracted = convolve(op, 1, range(2, len(op.inputs)))
     if op.node.op_type == "ConvInteger":
         op.zero_point = 2
@@ -112,10 +112,10 @@ def convolution(op: Operation) -> None:
 
 
 def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
-    """Input and output channels are like a matrix's rows and columns, with groups as a factor of both.
+    """Relate input and output channels as a matrix's rows and columns, with groups as a factor of both.
 
-    Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with one number for each
-    output channel, or one for all. Returns the axis that is summed over.
+    Spatial axes are needed whole unless the kernel's size is 1. `filters` is the index of the weight; `of_channels` are
+    inputs with one element for each output channel, or one for all. Returns the axis that is summed over.
     """
     data, kernel, output = op.input(0), op.input(filters), op.output()
     op.relate(data[0], output[0])
@@ -136,22 +136,22 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
 
 
 def causal_convolution(op: Operation) -> None:
-    """Each channel is convolved by itself along the last axis. The positions before it are a state."""
+    """Each channel is convolved independently along the last axis. The positions before it are a state."""
     if len(op.input(0)) == 3:
         op.pattern("b c l, c u k, c, b c s -> b c l, b c s", whole="luks")
 
 
 def deformed_convolution(op: Operation) -> None:
-    """A convolution whose kernel's places are moved by offsets, the same for all channels of an offset group."""
+    """A convolution that samples its input at positions moved by offsets, one set for each offset group of channels."""
     data, output = op.input(0), op.output()
     op.contracted = convolve(op, 1, [3])
     op.add_on_one_rank = frozenset([3])
     for moves in (op.input(number) for number in (2, 4) if op.has(number)):
         op.relate(moves[0], output[0])
         op.whole(moves[1:])
-    op.whole([*data[2:], *output[2:]], "its kernel reaches anywhere")
+    op.whole([*data[2:], *output[2:]], "its offsets may point to any position")
     if op.number("offset_group", 1) != 1:
-        op.whole([data[1]], "its offsets are of some channels each")
+        op.whole([data[1]], "its offsets differ between groups of channels")
 
 
 def transposed_convolution(op: Operation) -> None:
@@ -171,9 +171,9 @@ def transposed_convolution(op: Operation) -> None:
 
 
 def experts(op: Operation) -> None:
-    """Each token goes through some experts: [experts, inner, hidden], then [experts, hidden, inner].
+    """A mixture of experts: each token goes through some, [experts, inner, hidden] and [experts, hidden, inner].
 
-    A gated activation may have gate and value rows in one matrix: interleaved, or one half after the other.
+    For a gated activation, one matrix may have the rows of gates and values: interleaved, or one half after the other.
     """
     tokens(op)
     inner, pair = op.input(4)[-1], ax.new_axis(2)
@@ -181,7 +181,7 @@ def experts(op: Operation) -> None:
     of_rows = [op.input(number)[1] for number in (2, 3) if op.has(number)]
     if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
         return  # the layout of ONNX Runtime before 1.20
-    op.whole([pair], "a gate stays with its value")
+    op.whole([pair], "it needs a gate and its value together")
     for axis in of_rows:
         op.relate(axis, rows)
     for number in (6, 7):
@@ -193,7 +193,7 @@ def experts(op: Operation) -> None:
 
 
 def tokens(op: Operation) -> None:
-    """Each token is computed by itself, with its own scores: [..., hidden] and [tokens, experts] to [..., hidden]."""
+    """Tokens are independent: [..., hidden], with scores [tokens, experts], becomes [..., hidden]."""
     data, output = op.input(0), op.output()
     op.relate_all(data[:-1], output[:-1])
     op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
@@ -206,7 +206,7 @@ def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """As `expert_flops`, for several weights in each byte."""
+    """As `expert_flops`, for weights of which a byte holds several."""
     matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
     packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
     return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
@@ -218,14 +218,14 @@ def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K. The first matrix may be transposed, and its batch may lie between its rows and columns."""
+    """2 M N K. The first matrix may be transposed, and have its batch axes between rows and columns."""
     transposed, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
     contracted = -1 if not transposed or len(inputs[0]) < 2 else 0 if batch_inside else -2
     return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
 
 
 def einsum_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Products of two terms at a time, from left to right: 2 per combination of indices if it sums, else 1."""
+    """Products of two terms at a time, from left to right: 2 for each combination of indices if it sums, else 1."""
     sources, arrow, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = [_labels(term, len(shape)) for term, shape in zip(sources.split(","), inputs, strict=True)]
     sizes: dict[str, int] = {}
@@ -265,7 +265,7 @@ def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes)
 
 
 def shape_of(name: str) -> ShapeFunction:
-    """The shape function of one of ONNX's own operators. (The library registers them only later.)"""
+    """The shape function of a standard ONNX operator, looked up when it is called: it is registered later."""
 
     def infer(context: Any, node: ir.Node) -> None:
         registry.get("", name, 13)(context, node)  # type: ignore[misc]  # never None for these
@@ -281,12 +281,12 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 
 
 def _matrix(name: str, axes: AxesRule, flops: Flops, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
-    """An entry of a product whose kernel packs a matrix, its second input."""
+    """An entry for a product whose CPU kernel packs its second input, a matrix."""
     return Operator(name, axes, flops, shapes, is_product=True, matrix_input=1, padding=scratch.matrix_padding, **more)
 
 
 def _convolution(name: str, axes: AxesRule, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
-    """An entry of a convolution whose kernel may have channels in blocks."""
+    """An entry for a convolution whose CPU kernel may work on blocks of channels (NCHWc)."""
     return Operator(
         name,
         axes,

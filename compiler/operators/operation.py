@@ -1,4 +1,4 @@
-"""A node as axes rules see it: the axes of its inputs and outputs, and what a rule records about them."""
+"""A node as axes rules see it: the axes of its inputs and outputs, and what rules record about them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from splitc.runtime.arrays.array import Array
 
 # The axes of a value; None if its shape is not known.
 Axes = tuple[Axis, ...] | None
-# For each entry of an attribute or an input, the axis whose size it is; None for an entry that is no axis's size.
+# For each entry of an attribute or of an input, the axis whose size it is; None for an entry that is not a size.
 Sizes = Sequence[Axis | None]
 
 # `Operation.linear` of an operator that is linear in its first input.
 LINEAR = (frozenset([0]),)
-# The reason for an axis whose sections, by the rule, do not add up to its size.
+# The reason for pinning an axis whose sections do not add up to its size.
 SUM_DIFFERS = "the sizes of its sections do not add up"
 # The number types that collectives sum.
 FLOATS, INTEGERS = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"), ("INT8", "UINT8", "INT32", "UINT32", "INT64")
@@ -31,20 +31,20 @@ SUMMED = frozenset(ir.DataType[name] for name in (*FLOATS, *INTEGERS))
 class Operation:
     """One node. A rule relates its axes, and records the consequences for a rank that has only a shard of them.
 
-    Axes that the rule does not touch are pinned at the end. Inputs are given by number.
+    Axes that the rule does not touch are pinned at the end. Inputs are referred to by index.
 
-    - `constants`: for each input, its value if it is known beforehand and short.
+    - `constants`: for each input, its elements if they are known and few.
     - `weights`: the inputs that are weights, or computed from weights alone.
-    - `mixed`: for an input, its integers that are known beforehand, and None for each other one.
+    - `mixed`: for an input, its known integers, and None for those that depend on sizes.
     - `contracted`: the axis that is summed over. A rank with a shard of it computes a partial value.
-    - `linear`: sets of inputs. The output is partial if exactly the inputs of one set are.
-    - `sizes`: for an input, the axes whose sizes its entries are. `attributes` likewise.
-    - `add_on_one_rank`: inputs that are added to the result, so that exactly one rank must add them.
+    - `linear`: sets of inputs. If exactly the inputs of one set are partial, so is the output.
+    - `sizes`: for an input, the axes whose sizes its entries are. `attributes`: the same for attributes.
+    - `add_on_one_rank`: inputs that are added to the result: if that is partial, exactly one rank must add them.
     - `zero_point`: the input with the zero point of the first input.
     - `is_lookup`: its second input indexes rows of its first input, a table.
-    - `averages`: it averages over the contracted axis. A rank's mean counts by its share of the axis.
-    - `reduced`: the axis that it needs `statistics` of, which ranks compute together: the range, the largest
-      number, the sum of squares, the mean of squares, or also the mean.
+    - `averages`: it averages over the contracted axis. A rank's mean is weighted by its share of the axis.
+    - `reduced`: the axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum
+      of squares, the mean of squares, or also the mean.
     - `splits_evenly`: it splits an axis into equal lengths, one for each output.
     """
 
@@ -68,11 +68,11 @@ class Operation:
     _touched: set[int] = field(default_factory=set)
 
     def has(self, *numbers: int) -> bool:
-        """Whether all of these inputs are given, with known shapes."""
+        """Whether the node has all of these inputs, with known shapes."""
         return all(number < len(self.inputs) and self.inputs[number] is not None for number in numbers)
 
     def input(self, number: int) -> tuple[Axis, ...]:
-        """The axes of an input that is given."""
+        """The axes of an input whose shape is known."""
         axes = self.inputs[number]
         assert axes is not None, f"input {number} of {self.node.op_type} has no known shape"
         return axes
@@ -103,7 +103,7 @@ class Operation:
         return None if integers is None else list(integers)
 
     def numbers(self, number: int, attribute: str = "") -> list[int] | None:
-        """The integers of a constant input, or of the attribute that older opsets have instead; else None."""
+        """The integers of a constant input, or of the attribute that older opsets have in its place; else None."""
         if number < len(self.constants) and (array := self.constants[number]) is not None:
             return [int(integer) for integer in np.atleast_1d(array)]
         return self.numbers_of(attribute) if attribute else None
@@ -139,7 +139,7 @@ class Operation:
                 self.whole([a, b], "its size is not known")
 
     def cut(self, axis: Axis, sizes: Sequence[int]) -> list[Axis]:
-        """Divide the axis into sections of these sizes, and return them. All are whole if the sizes do not add up."""
+        """Divide the axis into sections of these sizes, and return them. If they do not add up, all are pinned."""
         self._touched.add(id(axis))
         if sum(sizes) == ax.size_of(axis):
             return ax.cut(axis, sizes)
@@ -154,7 +154,7 @@ class Operation:
             ax.pin(axis, Pin(self.node, reason))
 
     def free(self, axes: Iterable[Axis]) -> None:
-        """Record that these axes may be sharded unconditionally, so they are not pinned."""
+        """Record that these axes may be sharded independently of others, so that they are not pinned."""
         self._touched |= {id(axis) for axis in axes}
 
     def pattern(
@@ -162,7 +162,7 @@ class Operation:
     ) -> None:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 
-        - Each term is a tensor; `-` skips one. A term may have more axes than its tensor, for broadcasting.
+        - Each term is a value; `-` skips one. A term may have more axes than its value, for broadcasting.
         - Parentheses multiply factors, major first. `(h d + k d)` is two sections.
         - The axis of a letter is `known`, or the first axis that has this letter alone. Axes of size 1 fit any letter.
         - Letters in `whole` are pinned, and those in `contract` are summed over.
@@ -221,6 +221,6 @@ class Operation:
             self.whole([axis for axis in axes or () if id(axis) not in self._touched])
 
     def opaque(self, reason: str = "") -> None:
-        """Pin all axes: nothing is known about the node."""
+        """Pin all axes, as for an unknown operator."""
         for axes in (*self.inputs, *self.outputs):
             self.whole(axes or (), reason)

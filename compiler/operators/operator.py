@@ -26,9 +26,9 @@ Example = Callable[[Operation, int], Any]
 
 @dataclass(frozen=True)
 class Operator:
-    """The knowledge about an operator. `name` includes the domain, unless it is ONNX's own: `com.microsoft.Gelu`.
+    """What splitc knows about an operator. `name` includes the domain, unless it is ONNX's own: `com.microsoft.Gelu`.
 
-    Fields that refer to inputs have their numbers.
+    Fields that refer to inputs have their indices.
 
     - `axes`: the rule for its axes. Without one, all axes are whole.
     - `flops`: its cost. Without one, one operation for each element of its first output.
@@ -37,42 +37,42 @@ class Operator:
     Cost and memory:
 
     - `random`: it draws random numbers, so it must not be computed twice.
-    - `random_if`: the input that says whether it draws random numbers.
+    - `random_if`: the input that decides whether it draws random numbers.
     - `dequantizes`: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
     - `quantizes`: it quantizes computed values, or computes with quantized ones. A sum in another order may then be
       rounded differently.
-    - `packed_scales`: the input of a quantized weight's scales. The kernel for int8 on CPUs holds them two more times:
-      in the packed weight, and as the sums of its blocks.
+    - `packed_scales`: the input with a quantized weight's scales. The int8 kernel on CPUs holds them two more times: in
+      the packed weight, and as the sums of its blocks.
     - `scratch`: what its kernel allocates while it runs. Without one, nothing.
     - `scratch_first`: the scratch is allocated before the outputs.
     - `reserves`: the scratch is allocated outside the allocator's arena.
-    - `half_scratch`, `single_scratch`: the scratch of the kernels for half and single precision on GPUs, if that is
+    - `half_scratch`, `single_scratch`: the scratch of the CUDA kernels for half and single precision, if they have
       another one.
-    - `padding`: what its kernel on CPUs adds to its weight when it packs it; None if it does not pack it, but reads it
-      from its file. Without one, nothing. Scratches and `padding` take a rank's own shapes.
+    - `padding`: what its kernel on CPUs adds to a weight that it packs; None if it reads the weight unpacked from its
+      file. Without one, nothing. Scratches and `padding` are functions of a rank's own shapes.
     - `takes_blocks`: its weight is rearranged into blocks of channels when a graph is optimized, before others are
       packed.
-    - `nodes`: the number of nodes that ONNX Runtime makes of it on CPUs, if it has no kernel for it, or reorders
+    - `nodes`: the number of nodes that ONNX Runtime replaces it by on CPUs, if it has no kernel for it, or reorders
       channels around it.
     - `reads_part`: it reads only as many bytes of its input as it writes.
     - `is_view`: its output shares the memory of its first input.
-    - `overwrites`: its kernel on CPUs writes in place of its first input, if nothing reads that later and the file says
-      that both have the same shape.
+    - `overwrites`: its kernel on CPUs writes over its first input, if nothing reads that later and the file declares
+      the same shape for both.
 
     Shape arithmetic:
 
     - `shape_arithmetic`: exporters compute sizes with it, so it is folded if its inputs are known.
     - `expands`: its output may be longer than its inputs.
     - `passes_sizes`: it passes on entries of a shape vector unchanged.
-    - `reads_shape`: it reads the sizes of its input, and no data.
+    - `reads_shape`: it reads the shape of its input, and not its contents.
     - `sizes_are_offsets`: the sizes that it takes are positions along an axis: a start, an end, a length.
 
-    Meaning, from which the roles of a model's inputs follow:
+    Meaning, by which the roles of a model's inputs are found:
 
     - `lookups`: pairs of an input of indices and the table whose rows they select.
     - `positions`: inputs that are positions, or indices to write at.
     - `masks`: inputs that are masks, attention biases, or lengths.
-    - `rearranges`: it passes on its first input in another form.
+    - `rearranges`: it passes on its first input, with another shape, type or sign.
     - `is_product`: it multiplies its inputs (a matrix product, a convolution, attention).
     - `is_norm`: it normalizes its input.
     - `may_precede_softmax`: it may stand between attention scores and their softmax.
@@ -83,13 +83,13 @@ class Operator:
 
     Engines:
 
-    - `is_attention`: ONNX Runtime chooses its kernel by shape.
-    - `gpu_passes`: on GPUs it takes as long as so many reads of its inputs and writes of its outputs.
-    - `gpu_bias`: the input that engines for GPUs add to the output in a pass of its own.
-    - `crashes_without`: an optional input without which ONNX Runtime before 1.32 ends the process on the CPU.
-    - `crashes_empty`: axes of its first input. ONNX Runtime ends the process on the CPU if one of them has size 0.
-    - `crashes_emptied`: ONNX Runtime may end the process, with channels in blocks, if its first output is empty and its
-      input is not.
+    - `is_attention`: it is attention, whose kernel ONNX Runtime chooses by shape.
+    - `gpu_passes`: on GPUs it takes as long as this number of reads of its inputs and writes of its outputs.
+    - `gpu_bias`: the input that engines for GPUs add to the output in a kernel of its own.
+    - `crashes_without`: an optional input without which ONNX Runtime before 1.32 crashes on the CPU.
+    - `crashes_empty`: axes of its first input. ONNX Runtime crashes on the CPU if one of them has size 0.
+    - `crashes_emptied`: ONNX Runtime may crash, with channels in blocks, if its first output is empty and its input is
+      not.
 
     Splits:
 
@@ -97,8 +97,8 @@ class Operator:
     - `tables`: inputs whose rows its `positions` select.
     - `experts`: inputs that hold the weights of a mixture's experts.
     - `writes_in_place`: it can write a state's new value over the old one.
-    - `example_input`: made-up inputs, if not any data will do: lengths, positions.
-    - `is_addition`: one all-reduce serves all its partial inputs.
+    - `example_input`: example contents of an input that can't have any contents: lengths, positions.
+    - `is_addition`: it adds its inputs, so that one all-reduce serves all partial ones.
     - `negated_inputs`: the inputs that it subtracts.
     - `scaling_attributes`: for an input, the attribute that scales it, which is dropped together with it.
     """

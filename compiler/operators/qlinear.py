@@ -1,6 +1,6 @@
-"""Operators whose inputs and outputs are quantized (QOperator format). They take the scales and zero points of both.
+"""Operators with quantized inputs and outputs (QOperator format), which take the scales and zero points of both.
 
-Their results are rounded, so partial results can't be summed: the contracted axis is needed whole.
+They round their results, so partial results can't be summed: the contracted axis is needed whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def matmul(op: Operation) -> None:
 
 
 def gemm(op: Operation) -> None:
-    """Without a scale of the output, the result is float and can be summed over ranks."""
+    """Without a scale of the output, the result is float32, and may be partial."""
     left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
     right = op.input(3)[::-1] if op.number("transB", 0) else op.input(3)
     product(op, left, right)
@@ -51,7 +51,7 @@ def convolution(op: Operation) -> None:
 
 
 def elementwise(*values: int) -> AxesRule:
-    """`values` are the data inputs; the others are their scales and zero points, which are scalars."""
+    """The rule of an elementwise operator with data inputs `values`. Other inputs are scalar scales and zero points."""
 
     def rule(op: Operation) -> None:
         for number in values:
@@ -61,7 +61,7 @@ def elementwise(*values: int) -> AxesRule:
 
 
 def softmax(op: Operation) -> None:
-    """Along one axis; before opset 13, along the given axis and all axes after it."""
+    """Softmax works along one axis; before opset 13, along the given axis and all axes after it."""
     data, opset = op.input(0), op.number("opset", 13)
     first = op.number("axis", -1) % len(data)
     along = [first] if opset >= 13 else range(first, len(data))
@@ -74,7 +74,7 @@ def concat(op: Operation) -> None:
 
 
 def pool(op: Operation) -> None:
-    """Each channel is pooled by itself."""
+    """Channels are pooled independently."""
     if not op.number("channels_last", 0):
         op.relate_all(op.input(0)[:2], op.output()[:2])
 
@@ -84,7 +84,7 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def gemm_shape(context: Any, node: ir.Node) -> None:
-    """The type is that of the output's zero point; float without one."""
+    """The shape of a Gemm, in the type of the output's zero point; float32 without one."""
     left, right, zero = node.inputs[0], node.inputs[3], node.inputs[8] if len(node.inputs) > 8 else None
     rows = None if left is None or left.shape is None else left.shape[node.attributes.get_int("transA", 0)]
     columns = None if right is None or right.shape is None else right.shape[1 - node.attributes.get_int("transB", 0)]

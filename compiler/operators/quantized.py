@@ -1,4 +1,4 @@
-"""Quantized weights and values, with their scales and zero points."""
+"""Operators that quantize and dequantize, and products with quantized weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
-# The reason for an axis that quantization blocks do not divide evenly.
-UNEVEN = "it is no multiple of its quantization blocks"
+# The reason for pinning an axis that quantization blocks do not divide evenly.
+UNEVEN = "its quantization blocks do not divide the axis evenly"
 
 
 def linear_quantization(op: Operation) -> None:
-    """There is one scale for the tensor, one per index of an axis, or one per block of an axis."""
+    """There is one scale for the tensor, for each index of an axis, or for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
     for source, target in zip(data, op.output(), strict=True):
         op.relate(source, target)
@@ -33,7 +33,7 @@ def linear_quantization(op: Operation) -> None:
 
 
 def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
-    """Relate an axis to its scales: one in all, one per index, or one per block. Returns the axis inside a block."""
+    """Relate an axis to its scales: one in all, one an index, or one a block. Returns the axis inside a block."""
     count, size = ax.size_of(scale), ax.size_of(place)
     if count == 1:
         return ()
@@ -65,7 +65,7 @@ def matmul_blocks(op: Operation) -> None:
     if ax.size_of(data[-1]) == ax.size_of(blocks) * block:
         inside = ax.new_axis(block)
         op.relate(data[-1], (*blocks, *inside))
-        op.whole([inside], "it is a quantization block")
+        op.whole([inside], "its quantization blocks are indivisible")
         op.free([blocks])
     else:
         op.whole([data[-1], blocks], UNEVEN)
@@ -75,14 +75,14 @@ def matmul_blocks(op: Operation) -> None:
     if op.has(3):
         relate_table(op, 3, columns, _zeros_of(op, blocks, bits))
     if op.has(4):
-        op.whole([data[-1]], "its columns are reordered")
+        op.whole([data[-1]], "its input g_idx assigns columns to blocks")
     if op.has(5):
         op.relate(op.input(5)[0], columns)
         op.add_on_one_rank = frozenset([5])
 
 
 def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
-    """The axis of the blocks' zero points, several of which may be packed in a byte."""
+    """The axis of the blocks' zero points, several of which may share a byte."""
     zeros, scales = op.node.inputs[3], op.node.inputs[2]
     packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
     together = 8 // bits if packed else 1

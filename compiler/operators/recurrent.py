@@ -1,4 +1,4 @@
-"""Recurrent networks as one operator."""
+"""Operators for recurrent networks: RNN, GRU and LSTM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 def recurrent(op: Operation) -> None:
     """Rows are independent. Inputs: data, weights of data and of states, bias, lengths, states (LSTM: 2), peepholes.
 
-    Every rank has rows: without any, ONNX Runtime's kernels end the process.
+    Empty batches, which crash ONNX Runtime's kernels, do not occur: each rank has rows.
     """
     if op.number("layout", 0) == 0:
         rule = "s b i, d g i, d g h, d e, b, d b h, d b h, d p -> s d b h, d b h, d b h"

@@ -10,13 +10,13 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
-# The number types of norms that are computed in single precision.
+# The types for which kernels compute norms in float32.
 _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
-# The number types of extremes that ranks compare.
+# The types whose maxima an all-reduce can compute.
 _COMPARED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16"))
-# The number types of lengths whose squares do not overflow.
+# The types in which an L2 norm's square does not overflow.
 _LENGTHS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-# What only rearranges or converts the elements of a value.
+# Operators that only rearrange or convert the elements of a value.
 _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
@@ -46,9 +46,9 @@ def _contract(op: Operation, numbers: Iterable[int]) -> None:
 
 
 def reduce_mean(op: Operation) -> None:
-    """Ranks can add up their means of statistics, such as those of each channel.
+    """A mean of statistics, such as those of channels, may be over a sharded axis: ranks' means are summed.
 
-    A mean of anything else is a part of a norm, as a rule of the residual, which would be split then.
+    Other means are usually parts of norms of the residual, which would then be sharded: their axis is whole.
     """
     reduced = _reduce(op)
     if op.gives_floats and _is_statistic(op.node.inputs[0]):
@@ -58,7 +58,7 @@ def reduce_mean(op: Operation) -> None:
 
 
 def _is_statistic(value: ir.Value | None) -> bool:
-    """Whether a value is reduced, or computed element by element from a reduced one."""
+    """Whether a value is a reduction's result, perhaps rearranged or after elementwise nodes."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type.startswith("Reduce"):
             return True
@@ -74,7 +74,7 @@ def pool_mean(op: Operation) -> None:
 
 
 def reduce_extreme(op: Operation) -> None:
-    """Ranks can compare their extremes, such as the largest number that a token's scale is made of."""
+    """A maximum or minimum, such as one from which a token's scale is computed, may be over a sharded axis."""
     reduced = [op.input(0)[axis] for axis in _reduce(op)]
     if op.node.outputs[0].dtype in _COMPARED:
         op.free(reduced)
@@ -82,7 +82,7 @@ def reduce_extreme(op: Operation) -> None:
 
 
 def reduce_length(op: Operation) -> None:
-    """Ranks can add up the squares along one axis, unless it is the residual's: channels divided by their length."""
+    """An L2 norm may be over a sharded axis, whose squares ranks sum, unless it normalizes the residual."""
     numbers, data = _reduce(op), op.node.inputs[0]
     if len(numbers) != 1 or data is None or data.dtype not in _LENGTHS:
         return
@@ -104,7 +104,7 @@ def reduce_arg(op: Operation) -> None:
 
 
 def along_axis(op: Operation) -> None:
-    """One axis is needed whole. Before opset 13, softmax worked along the given axis and all axes after it."""
+    """One axis is needed whole. Before opset 13, Softmax worked along the given axis and all axes after it."""
     data = op.input(0)
     axis = op.number("axis", -1)
     if op.node.op_type == "CumSum":
@@ -120,10 +120,10 @@ def along_axis(op: Operation) -> None:
 
 
 def layer_norm(op: Operation) -> None:
-    """Ranks can compute the mean, and the mean of squares, together if the last axis is not the residual's.
+    """A norm may be over a sharded last axis, as over all heads of queries: an all-reduce computes its statistics.
 
-    An example is a norm along all heads of queries. A value is the residual if several nodes read it, or if it is the
-    sum of two computed values.
+    A norm of the residual needs it whole. A value is the residual if several nodes read it, or if it is the sum of two
+    computed values.
     """
     data = op.input(0)
     if not _is_plain(op) or _is_residual(op.node.inputs[0]):
@@ -143,7 +143,7 @@ def _whole_norm(op: Operation) -> None:
     for number in range(len(op.outputs)):
         if op.has_output(number):
             op.relate_all(data[:first], op.output(number)[:first])
-    for number in (1, 2):  # a scale and a bias may have some of the axes before those that are normalized
+    for number in (1, 2):  # a scale and a bias may also have axes that are not normalized
         if op.has(number):
             op.broadcast(op.input(number), data)
 
@@ -165,9 +165,9 @@ def _is_plain(op: Operation) -> bool:
 
 
 def _is_residual(value: ir.Value | None, besides: Collection[ir.Node] = ()) -> bool:
-    """Whether a value has several readers, is the sum of two computed values, or is not computed at all.
+    """Whether a value has several readers, is the sum of two computed values, or is an input or a weight.
 
-    Readers in `besides` do not count.
+    Readers in `besides` do not count. The value may be rearranged or converted afterwards.
     """
     while value is not None and (node := value.producer()) is not None:
         readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape" and reader not in besides]
@@ -190,14 +190,14 @@ def skip_layer_norm(op: Operation) -> None:
 
 
 def embed_layer_norm(op: Operation) -> None:
-    """Rows of tables, added and normalized. Without positions, these are a row's token numbers."""
+    """The sum of rows of three embedding tables, normalized. Without given positions, tokens are counted from 0."""
     op.pattern("b l, b l, v h, p h, s h, h, h, b l, b l -> b l h, b, b l h", whole="lvpsh")
 
 
 def batch_norm(op: Operation) -> None:
-    """Each channel is normalized by itself; in training, over all its other axes.
+    """Channels are normalized independently: by given statistics, or in training mode by those over all other axes.
 
-    Exporters write standardized weights in training mode. The running mean and variance are outputs then.
+    Exporters write weight standardization in training mode. The running mean and variance are outputs then.
     """
     op.relate_all(op.input(0), op.output())
     batch, channels, *places = op.output()
@@ -207,25 +207,25 @@ def batch_norm(op: Operation) -> None:
         if op.has_output(number):
             op.relate(op.output(number)[0], channels)
     if op.number("training_mode", 0):
-        op.whole([batch, *places], "it is normalized along it")
+        op.whole([batch, *places], "it normalizes over all elements")
 
 
 def instance_norm(op: Operation) -> None:
-    """Each channel is normalized by itself, over all spatial axes."""
+    """Channels are normalized independently, over all spatial axes."""
     op.relate_all(op.input(0)[:2], op.output()[:2])
     for number in (1, 2):
         op.relate(op.input(number)[0], op.output()[1])
 
 
 def group_norm(op: Operation) -> None:
-    """Each group of channels is normalized by itself. There is one scale per channel; in opset 18, per group."""
+    """Groups of channels are normalized independently. There is one scale a channel; in opset 18, one a group."""
     groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
     op.relate(op.input(0)[0], op.output()[0])
     op.relate(channels, (*groups, *inside))
     op.relate(op.output()[1], (*groups, *inside))
-    op.whole([inside], "it is normalized")
+    op.whole([inside], "it normalizes over all elements")
     for number in (1, 2):
         scale = op.input(number)[0]
         op.relate(scale, channels if ax.size_of(scale) == ax.size_of(channels) else groups)

@@ -1,4 +1,4 @@
-"""The registry: every operator that splitc knows, by its name with the domain."""
+"""The registry: the entries of all operators that splitc knows, by domain and name."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def quantizes(node: ir.Node) -> bool:
 def relate_axes(operation: Operation) -> None:
     """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole.
 
-    So does one that draws random numbers, since all ranks must have the same ones. Rules expect a valid node: for an
-    invalid one they may raise any error.
+    So does one that draws random numbers: all ranks must have the same. Rules expect a valid node; for an invalid one
+    they may raise any error.
     """
     node, rule = operation.node, operator_of(operation.node).axes
     # Optional outputs without readers often have no shape, and don't matter.

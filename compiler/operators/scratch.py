@@ -1,4 +1,4 @@
-"""What the kernels of ONNX Runtime's CPU provider allocate while they run, in elements of the node's first output.
+"""What kernels of ONNX Runtime, mostly for CPUs, allocate while they run, in elements of the node's first output.
 
 Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), with sizes for which all terms differ.
 Kernels that are not listed allocate nothing, or less than 64 KiB per thread.
@@ -21,7 +21,7 @@ BLOCKS = 1 << 18
 CHANNELS = 16
 # ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
 INT8_ACCURACY = 4
-# Values of one step's size that kernels of recurrent networks keep: states before and after, results of gates.
+# Values of one step that kernels of recurrent networks keep: states before and after, results of gates.
 STATES = 6
 # Bytes of an address.
 ADDRESS = 8
@@ -45,7 +45,7 @@ def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[i
 
 
 def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Where's selections from each of its two values, broadcast with the condition (cpu/tensor/where_op.cc)."""
+    """Two copies in a Where: of each input, broadcast with the condition (cpu/tensor/where_op.cc)."""
     condition, *both = inputs
     return tuple(math.prod(map(max, zip_longest(condition[::-1], shape[::-1], fillvalue=1))) for shape in both)
 
@@ -74,12 +74,12 @@ def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[in
 
 
 def nothing(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """None: attention and quantized products in half precision keep intermediate values in registers on GPUs."""
+    """No scratch: on GPUs, attention and quantized products in half precision keep such values in registers."""
     return ()
 
 
 def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
-    """Columns up to whole blocks. Stacks of matrices are not packed.
+    """The padding of a matrix's columns to whole blocks. Stacks of matrices are not packed.
 
     See MlasGemmPackBSize (core/mlas/lib/sgemm.cpp), and PrePack in math/matmul.cc and
     quantization/matmul_integer_base.h (core/providers/cpu).
@@ -114,7 +114,7 @@ def takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
 
 
 def reads_image(node: ir.Node, kernel: tuple[int, ...]) -> bool:
-    """Whether it reads an image of few channels without rearranging it."""
+    """Whether a convolution reads an image of few channels without rearranging it into blocks."""
     return node.attributes.get_int("group", 1) == 1 and kernel[1] < CHANNELS
 
 
@@ -202,16 +202,16 @@ def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tu
 def recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """The gates of all steps, for each direction, and the states of one step.
 
-    The direction that goes backwards also has its data and results turned around
-    (core/providers/cpu/rnn/uni_directional_lstm.cc, deep_cpu_gru.cc).
+    The backward direction also has its data and results reversed (core/providers/cpu/rnn/uni_directional_lstm.cc,
+    deep_cpu_gru.cc).
     """
     data, weight = inputs[0], inputs[1]
     if len(data) != 3 or len(weight) != 3 or not data[2]:
         return ()
     steps, hidden, directions = math.prod(data[:2]), node.attributes.get_int("hidden_size", 0), weight[0]
     gates = math.prod(weight[1:]) // data[2]
-    turned = 0 if node.attributes.get_string("direction", "forward") == "forward" else steps * (data[2] + hidden)
-    return *[steps * gates] * directions, turned, directions * STATES * data[1] * hidden
+    reversed_data = 0 if node.attributes.get_string("direction", "forward") == "forward" else steps * (data[2] + hidden)
+    return *[steps * gates] * directions, reversed_data, directions * STATES * data[1] * hidden
 
 
 def quantized_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
@@ -220,7 +220,7 @@ def quantized_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple
 
 
 def simple_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """The products of data and weights, of one direction at a time, and the results if nobody asked for them.
+    """The products of data and weights, of one direction at a time, and the results if they are no output.
 
     See core/providers/cpu/rnn/rnn.cc.
     """
@@ -231,16 +231,16 @@ def simple_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[in
 
 
 def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Queries, keys and values by heads; all scores too if something is added to them, or if keys have a past.
+    """Queries, keys and values by heads; all scores too if they have a bias, or if keys have a past.
 
-    Keys and values that are given by heads count as a past: the kernel that stores no scores does not take them.
+    Keys and values [batch, heads, rows, size] count as a past: the kernel that stores no scores does not take them.
     """
     keys = inputs[1] if len(inputs) > 1 else ()
     by_heads = len(keys) == 4
-    turned, scores = map(math.prod, inputs[: 1 if by_heads else 3]), _scores(node, inputs, outputs)
+    transposed, scores = map(math.prod, inputs[: 1 if by_heads else 3]), _scores(node, inputs, outputs)
     if not by_heads and len(keys) == 3 and all(value is None for value in node.inputs[3:]):
-        return *turned, min(BLOCKS, scores)
-    return *turned, math.prod(outputs[0]), scores
+        return *transposed, min(BLOCKS, scores)
+    return *transposed, math.prod(outputs[0]), scores
 
 
 def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
@@ -266,15 +266,15 @@ def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
 
 
 def half_group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Nothing where there is a kernel for GPUs."""
+    """No scratch if there is a CUDA kernel; else that of decomposed attention."""
     return () if has_gpu_kernel(node, node.outputs[0].dtype) else written_attention(node, inputs, outputs)
 
 
 def written_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Attention on GPUs as other operators (lowering/written_attention.py).
+    """The scratch of attention that is decomposed on GPUs (lowering/written_attention.py).
 
-    Queries, keys and values by heads; the places of keys, which are integers of 64 bits; the scores twice; and for
-    prompts the filled rows of both caches.
+    Queries, keys and values by heads; the indices of keys, as int64; the scores twice; and for prompts the filled rows
+    of both caches.
     """
     query, key = math.prod(inputs[0]), math.prod(inputs[1] if len(inputs) > 1 else ())
     scores, cache = _scores(node, inputs, outputs), math.prod(outputs[1])

@@ -15,7 +15,7 @@ WHOLE = 2**31 - 1
 
 
 def _merged(axes: Sequence[Axis]) -> list[Axis]:
-    """All axes as one, or one for each run of axes between those of unknown size."""
+    """All axes merged into one, or into one for each run of axes between those of unknown size."""
     merged: list[Axis] = [()]
     for axis in axes:
         if ax.is_unknown(axis):
@@ -26,9 +26,9 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def reshape(op: Operation) -> None:
-    """The elements keep their order: the axes of both sides, as one product of factors, are the same.
+    """The elements keep their order: the axes of both sides, each merged into one product of factors, are the same.
 
-    Runs of axes between axes of unknown size are related too if all have equal numbers of elements.
+    Runs of axes between axes of unknown size are related if all pairs have equal numbers of elements.
     """
     read, made = _merged(op.input(0)), _merged(op.output())
     if len(read) == len(made) == 1 or list(map(ax.size_of, read)) == list(map(ax.size_of, made)):
@@ -44,7 +44,7 @@ def reshape(op: Operation) -> None:
 def squeeze(op: Operation) -> None:
     reshape(op)
     if not op.has(1) and op.numbers_of("axes") is None:
-        op.whole((axis for axis in op.input(0) if axis), "it would drop an axis of which a rank has one unit")
+        op.whole((axis for axis in op.input(0) if axis), "it would drop the axis on a rank with one element of it")
 
 
 def transpose(op: Operation) -> None:
@@ -54,7 +54,7 @@ def transpose(op: Operation) -> None:
 
 
 def expand(op: Operation) -> None:
-    """A broadcast axis is new and unrelated to any other. The sizes may be those of the last axes only."""
+    """A broadcast axis is new, and related to no other. The given sizes may be those of the last axes only."""
     op.broadcast(op.input(0), op.output())
     op.free(op.output())
     count = ax.size_of(op.input(1)[0])
@@ -79,7 +79,7 @@ def constant_of_shape(op: Operation) -> None:
 
 
 def join(op: Operation, values: Sequence[int]) -> None:
-    """These inputs are sections of the axis along which they are concatenated."""
+    """Relate the inputs with these indices as sections of the axis along which they are concatenated."""
     joined = op.number("axis", 0) % max(1, len(op.output()))
     sections = op.cut(op.output()[joined], [ax.size_of(op.input(number)[joined]) for number in values])
     for number, section in zip(values, sections, strict=True):
@@ -139,9 +139,9 @@ def slice_(op: Operation) -> None:
 def _slice_axis(
     op: Operation, source: Axis, target: Axis, start: int | None, end: int | None, step: int
 ) -> tuple[Axis | None, Axis | None]:
-    """Relate an axis to a slice of it: a section, or the major factor if it is strided. Unknown bounds relate nothing.
+    """Relate an axis to a slice of it: a section, or the major factor if it is strided. With unknown bounds, neither.
 
-    Returns the axes whose sizes `start` and `end` are; None for a bound that holds for any size.
+    Returns the axes whose sizes `start` and `end` are; None for a bound that does not depend on the rank.
     """
     if start is None or end is None:
         return None, None
@@ -160,13 +160,13 @@ def _slice_axis(
         stride = ax.new_axis(step)
         op.relate(source, (*target, *stride))
         op.free([target])
-        op.whole([stride], "its elements are picked with a stride")
+        op.whole([stride], "it selects elements with a stride")
         return None, whole
     return None, None
 
 
 def pad(op: Operation) -> None:
-    """Axes without padding are the same. (An axis that is padded by -1 and 1 has the same size, but is shifted.)"""
+    """Axes without padding are the same. An axis that is padded by -1 and 1 has the same size, but is shifted."""
     pads, rank = op.entries(1, "pads"), len(op.input(0))
     places = op.numbers(3) if op.has(3) else list(range(rank))
     if pads is None or places is None:
@@ -179,7 +179,7 @@ def pad(op: Operation) -> None:
 
 
 def pad_amounts(op: Operation, number: int) -> Any:
-    """Example padding: where it depends on sizes, the difference of sizes after each axis."""
+    """Example padding: where it depends on sizes, all of it is after the axis' elements."""
     pads, rank = op.entries(1, "pads"), len(op.input(0))
     places = op.numbers(3) if op.has(3) else list(range(rank))
     if number != 1 or pads is None or places is None:
@@ -201,7 +201,7 @@ def resize(op: Operation) -> None:
 
 
 def shape(op: Operation) -> None:
-    """A rank reads the sizes of its own shard. `SizeRewriter` corrects them if whole sizes are needed."""
+    """A rank reads the sizes of its own shard. `SizeRewriter` corrects them where whole sizes are needed."""
     op.free(op.input(0))
 
 

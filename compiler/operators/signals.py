@@ -7,9 +7,9 @@ from splitc.compiler.operators.operator import Operator
 
 
 def fourier(op: Operation) -> None:
-    """All axes are the same except the transformed one and the last one, real and imaginary parts.
+    """All axes are the same except the transformed one and the last one, which has real and imaginary parts.
 
-    The default axis is 1 in opset 17, and the one before the last in opset 20: without one, both are whole.
+    The default axis is 1 in opset 17, and the last but one in opset 20: if none is given, both are whole.
     """
     rank, named = len(op.input(0)), op.numbers(2)
     if named is None and op.has(2):
@@ -26,7 +26,7 @@ def short_time_fourier(op: Operation) -> None:
 
 
 def reverse_sequence(op: Operation) -> None:
-    """Each row is reversed up to its own length."""
+    """Rows are reversed independently, each up to its own length."""
     rank = len(op.input(0))
     op.relate_others([op.number("time_axis", 0) % rank])
     op.relate(op.input(1)[0], op.output()[op.number("batch_axis", 1) % rank])

@@ -19,7 +19,7 @@ LABELS = (*TEXTS, "ints", "int64s")
 
 
 def samples(op: Operation) -> None:
-    """Rows are independent. A vector is one row, whose features are needed together."""
+    """Rows are independent. A vector is a single row, which is needed whole."""
     for rows in (op.input(number) for number in range(len(op.inputs)) if op.has(number) and number not in op.weights):
         for number in range(len(op.outputs)):
             if len(rows) > 1 and op.has_output(number):
@@ -27,12 +27,12 @@ def samples(op: Operation) -> None:
 
 
 def columns(op: Operation) -> None:
-    """Attributes refer to features by number. All other axes are the same."""
+    """All axes but the last, of features, are the same: attributes refer to features by index."""
     op.relate_all(op.input(0)[:-1], op.output()[:-1])
 
 
 def picked_columns(op: Operation) -> None:
-    """The selected entries of each row, one after the other."""
+    """The last axis of the output has the selected elements of each row, one after the other."""
     columns(op)
     op.relate(tuple(factor for axis in op.input(1) for factor in axis), op.output()[-1])
     op.free(op.input(1))
@@ -101,7 +101,7 @@ def _set(
     shape_of: Callable[[ir.Shape], Iterable[Any]],
     dtype: ir.DataType | None = ir.DataType.FLOAT,
 ) -> None:
-    """Set the type, which ONNX infers for none of these operators, and the shape, which follows from the data's."""
+    """Set the type, which ONNX infers for none of these operators, and the shape, computed from that of the data."""
     if data is not None and data.shape is not None:
         context.set_shape_and_dtype(value, ir.Shape([*shape_of(data.shape)]), dtype)
     elif dtype is not None:

@@ -18,7 +18,7 @@ from onnx.helper import make_node
 from splitc.compiler.frontend.external_data import with_full_path
 from splitc.compiler.frontend.protos import graphs_inside
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
-from splitc.compiler.lowering.skip_norms import write_out
+from splitc.compiler.lowering.skip_norms import decompose
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run
 
@@ -122,7 +122,7 @@ class _Joiner:
             if node.domain == DOMAIN:
                 self.add_exchange(rank, node, engine.group)
             else:
-                for part in write_out(node):
+                for part in decompose(node):
                     self.add(part)
         for value in model.graph.output:
             if f"{rank}/{value.name}" not in self.nodes:

@@ -20,7 +20,7 @@ PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
 def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
-    """A copy of a rank's graph with causal attention instead of the masks, and without blank rows.
+    """A copy of a rank's graph with causal attention instead of the masks, in which no rows are entirely masked.
 
     Attention has a window where its mask has one. None if the graph has no masks, or reads one elsewhere.
     """

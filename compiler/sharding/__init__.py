@@ -1,1 +1,1 @@
-"""Which axes of a graph are sharded, which units each rank holds, and why the rest is replicated."""
+"""Tensor parallelism: which axes of a graph are sharded, which units each rank holds, why the rest is replicated."""

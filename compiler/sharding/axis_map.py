@@ -1,4 +1,4 @@
-"""The axes of a whole model: the factors of every value, and what each node's rule records about them."""
+"""The axes of a whole model: the factors of each value's axes, related by each node's axes rule."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from splitc.runtime.arrays.array import Array
 
 @dataclass(frozen=True)
 class Island:
-    """A node with axes of its own: values are sharded differently inside and outside of it.
+    """A node with axes of its own: its inputs and its output are sharded differently inside and outside of it.
 
-    - `inputs`: its own axes of inputs, as pairs of the input's number and the axis's number.
-    - `outputs`: its own axes of its only output.
+    - `inputs`: the axes of inputs that are its own, as pairs of the input's index and the axis.
+    - `outputs`: the axes of its only output that are its own.
     """
 
     node: ir.Node
@@ -48,9 +48,9 @@ NO_ISLANDS: frozenset[Island] = frozenset()
 class AxisMap:
     """Each node's operation, in the model's order, and the axes of each model input and computed value.
 
-    - `operations[node].inputs` has the axes of the values that a node reads: small weights have new axes at each use,
-      and islands have axes of their own.
-    - `bound`: the shapes with which the axes were found.
+    - `operations[node].inputs`: the axes of the values that a node reads. They may differ from `axes`: small weights
+      have new axes at each use, and islands have axes of their own.
+    - `bound`: the shapes with which the axes were related.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -75,9 +75,9 @@ def find_axes(
 ) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
 
-    - `opaque`: nodes whose axes are whole, each with the reason.
+    - `opaque`: nodes whose axes are pinned without their rule, each with the reason.
     - `islands`: nodes with axes of their own.
-    - `rules`: replace the rules of some nodes' operators.
+    - `rules`: axes rules for single nodes, in place of their operators'.
     """
     relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs}, rules)
     island_of = {island.node: island for island in islands}
@@ -87,22 +87,22 @@ def find_axes(
 
 @remembered
 def probe_sizes(analysis: Analysis) -> BoundShapes:
-    """The shapes with probe sizes."""
+    """The shapes for probe sizes, with which axes are related."""
     return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).distinct()
 
 
 @remembered
 def small_sizes(analysis: Analysis) -> list[BoundShapes]:
-    """Shapes of few elements to run the model, or a part of it, with."""
+    """Shapes of few elements, with which the model, or a part of it, can be run."""
     return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).small()
 
 
 def find_axes_separately(
     graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node], opaque: Mapping[ir.Node, str] = MappingProxyType({})
 ) -> AxisMap:
-    """Relate the axes of each of these nodes separately: they share only the axes of weights and of folded weights.
+    """Relate the axes of each of these nodes by itself: of values, they share only weights and folded weights.
 
-    The axes of `opaque` nodes are whole, each with the reason.
+    The axes of `opaque` nodes are pinned, each with the reason.
     """
     relater, separate = _Relater(graph, bound), frozenset(nodes)
     operations = {
@@ -114,9 +114,10 @@ def find_axes_separately(
 
 @dataclass
 class _Relater:
-    """Relates axes node by node. `shared` are the axes of the values whose readers all have the same axes.
+    """Relates axes node by node. `shared` has the axes of values that are the same for all readers.
 
-    It starts with the axes of the graph's inputs. Any other value has new axes at each use. For `rules` see find_axes.
+    At first these are the graph's inputs. A value that is not in `shared` gets new axes at each use. For `rules` see
+    `find_axes`.
     """
 
     graph: Graph
@@ -127,9 +128,9 @@ class _Relater:
     def relate(
         self, node: ir.Node, opaque: str | None = None, island: Island | None = None, shares: bool = True
     ) -> Operation:
-        """A node with its axes, related by its rule, or whole for the reason `opaque`.
+        """A node's operation: its axes are related by its rule, or pinned for the reason `opaque`.
 
-        As an `island` it has axes of its own. With `shares`, the axes of its outputs become `shared`.
+        With `island`, it has axes of its own. With `shares`, the axes of its outputs are added to `shared`.
         """
         outputs = [_computed(value, self.bound) for value in node.outputs]
         if shares:
@@ -149,11 +150,12 @@ class _Relater:
         else:
             operation.opaque(opaque)
         if node in self.graph.folded and operation.contracted:
-            operation.whole([operation.contracted], "it is computed once, and a sum would be taken in each run")
+            reason = "it is folded when an engine is loaded, and an all-reduce would run in each request"
+            operation.whole([operation.contracted], reason)
         for value in self.graph.reads[node]:
             if value not in node.inputs:  # a subgraph reads it
                 for axis in self._read(value) or ():
-                    ax.pin(axis, Pin(node, "it is read inside control flow"))
+                    ax.pin(axis, Pin(node, "its subgraph reads all of it"))
         return operation
 
     def _read(self, value: ir.Value | None) -> Axes:
@@ -168,16 +170,16 @@ class _Relater:
         if value.dtype == ir.DataType.STRING:
             axes = _fresh(shape)
             for axis in axes or ():
-                ax.pin(axis, Pin(None, "texts are not sharded"))
+                ax.pin(axis, Pin(None, "strings are not sharded"))
             return axes
         if sum(size != 1 for size in shape) < 2 or is_uniform(value):
-            # Exporters merge equal ones: biases of zeros, norms of ones, grids. Each use may be cut differently.
+            # Exporters merge equal weights: biases of zeros, norms of ones. Each use may need another shard.
             return _fresh(shape)
         return self.shared.setdefault(value, _fresh(shape))
 
 
 def _own_axes(island: Island, inputs: Sequence[Axes], outputs: Sequence[Axes]) -> tuple[list[Axes], list[Axes]]:
-    """The axes of an island's inputs and outputs. Those that are its own are new."""
+    """The axes of an island's inputs and outputs, with new axes in place of those that are its own."""
 
     def renew(axes: Axes, numbers: Collection[int]) -> Axes:
         return axes and tuple(ax.new_axis(ax.size_of(a)) if n in numbers else a for n, a in enumerate(axes))
@@ -187,7 +189,7 @@ def _own_axes(island: Island, inputs: Sequence[Axes], outputs: Sequence[Axes]) -
 
 
 def _settled(axis_map: AxisMap) -> AxisMap:
-    """The map with each axis as a product of its leaves, after all axes are related."""
+    """The map with each axis replaced by its leaves: atoms, and factors in sections. No axes are related afterwards."""
     leaves: dict[Axis, Axis] = {}
 
     def leaves_of(axis: Axis) -> Axis:
@@ -209,9 +211,9 @@ def _settled(axis_map: AxisMap) -> AxisMap:
 
 
 def relate_node(operation: Operation) -> None:
-    """Relate a node's axes. Raises ModelError if its rule fails because the node is invalid.
+    """Relate a node's axes by its operator's rule. Raises ModelError if the rule fails because the node is invalid.
 
-    ONNX Runtime decides: if it runs the node, the rule is wrong, and the rule's error is raised.
+    ONNX Runtime decides that: if it runs the node, the rule is wrong, and the rule's error is raised.
     """
     try:
         relate_axes(operation)

@@ -1,4 +1,4 @@
-"""The batch axis: it passes through the whole model, and no node mixes its rows. If there is none, why."""
+"""Finds the batch axis, along which no node mixes rows, or says why there is none."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Places = dict[Factor, dict[str, int]]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The factors of the rows, and the number of their axis in each output, and in each input that has it, by name.
+class BatchAxes:
+    """The batch: its factors (`atoms`), and by name the batch axis of each output, and of each input that has one.
 
-    There are several factors if no node relates some values, such as an input that is returned unchanged, with others.
-    All have the same size in every request, and no value has two of them.
+    There are several factors if no node relates them, as for an input that is returned unchanged. All have the same
+    size in every request, and no value has two of them.
     """
 
     atoms: tuple[Factor, ...]
@@ -31,17 +31,17 @@ class Rows:
 
 
 def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
-    """The number of the batch axis in each output, and in each input that has one, by name. None if there is no batch.
+    """By name, the batch axis of each output, and of each input that has one. None if there is no batch.
 
-    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it except those of weights alone,
-    and no weight has it. No node needs it whole, sums over it or indexes it.
+    The batch is a factor of dynamic size, alone on its axis. No weight has it, and all outputs do, except those that
+    depend on weights alone. No node needs it whole, sums over it or indexes it.
     """
     rows = find_rows(graph, axis_map)
     return None if rows is None else dict(rows.axes)
 
 
-def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
-    """The rows of the batch; None if there is no batch."""
+def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
+    """As `find_batch`, with the factors. If no factor is in all outputs, several of one symbol may be the batch."""
     mixed = _mixed(axis_map)
     outputs = set(_outputs(graph))
     if not outputs:
@@ -53,7 +53,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     }
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
-            return Rows((atom,), number_of)
+            return BatchAxes((atom,), number_of)
     groups: dict[str, list[Factor]] = {}
     for atom in places:
         for symbol in _symbols(graph, places[atom]):
@@ -61,24 +61,24 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     for atoms in groups.values():
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
         if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
-            return Rows(tuple(atoms), number_of)
+            return BatchAxes(tuple(atoms), number_of)
     return None
 
 
 def _outputs(graph: Graph) -> list[str]:
-    """The outputs, without those of weights alone, which are the same for all rows."""
+    """The names of the outputs, without those computed from weights alone: they have no rows."""
     return [value.name or "" for value in graph.outputs if not graph.is_constant(value)]
 
 
 def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
-    """The symbols that inputs have for the size of these axes."""
+    """The symbols of these axes (by name) in the inputs' shapes."""
     shapes = [(value.shape, number_of[value.name or ""]) for value in graph.graph.inputs if value.name in number_of]
     sizes = [shape[number] for shape, number in shapes if shape is not None]
     return {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
 
 
 def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
-    """Whether any node reads or computes values that have two of these factors together."""
+    """Whether a node's inputs and outputs together have two of these factors."""
     return any(
         len({atom for axes in both for axis in axes or () for atom in ax.atoms(axis)}.intersection(atoms)) > 1
         for both in ((*operation.inputs, *operation.outputs) for operation in axis_map.operations.values())
@@ -86,11 +86,11 @@ def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
 
 
 def _places(graph: Graph, axis_map: AxisMap) -> Places:
-    """For each factor of dynamic size, the inputs and outputs that have it alone on an axis, with the axis's number."""
+    """For each factor of dynamic size, by name the inputs and outputs that have it alone on an axis, and that axis."""
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        # The declared number of axes may differ from the real one: a Reshape's may be the size of an input. Or an
-        # output has no declared shape, and inference finds none.
+        # The declared number of axes may differ from the bound one, as of a Reshape to a list of dynamic length. Or an
+        # output has no declared shape, and none can be inferred.
         axes = axis_map.axes.get(value) or ()
         sizes = value.shape if value.shape is not None else [None] * len(axes)
         for number, (axis, size) in enumerate(zip(axes, sizes, strict=False)):
@@ -101,22 +101,22 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
 
 
 def _mixed(axis_map: AxisMap) -> set[Factor]:
-    """The factors that some node sums over or reduces, and those of weights."""
+    """The factors that some node sums over or takes statistics of, and those of weights."""
     mixed = {atom for operation in axis_map.operations.values() for atom in _reduced(operation)}
     return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
 
 
 def _reduced(operation: Operation) -> Iterator[Factor]:
-    """The factors that a node reduces: it sums over them, or takes their minimum and maximum."""
+    """The factors that a node sums over, or takes statistics of."""
     yield from ax.atoms(operation.contracted)
     yield from ax.atoms(operation.reduced)
 
 
 def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] = ()) -> str:
-    """Why no axis is the batch: where rows meet along the axis that comes closest to being the batch.
+    """Why no axis is the batch: which node mixes rows along the axis that comes closest to being it.
 
     That is the axis that most outputs have, then most inputs; among equals the first one. The nodes in `made` compute
-    from sizes alone, and their axes are free.
+    from sizes alone, and their axes are not related.
     """
     outputs = _outputs(graph)
     places = _places(graph, axis_map)
@@ -146,9 +146,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
             continue
         if atom in _reduced(operation):
             how = (
-                "it sums over them"
-                if atom in ax.atoms(operation.contracted)
-                else "it takes the extremes of all of them"
+                "it sums over them" if atom in ax.atoms(operation.contracted) else "it needs statistics of all of them"
             )
             return f"{describe_node(node)}: {how}"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
@@ -160,7 +158,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
 
 
 def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> str:
-    """The first node that may tell rows apart, by numbers that are computed from sizes."""
+    """The first node that may treat rows differently, because it reads numbers that are computed from sizes."""
     for node, operation in axis_map.operations.items():
         numbers = (
             axes
@@ -168,8 +166,8 @@ def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> s
             if value and value.producer() in made
         )
         if node not in made and any(_has(axes, atom) for axes in numbers):
-            return f"{describe_node(node)}: it may treat rows differently, by numbers computed from sizes"
-    return "nodes that compute from sizes"
+            return f"{describe_node(node)}: it may treat rows differently, as it reads numbers computed from sizes"
+    return "nodes compute values from sizes that may differ between rows"
 
 
 def _has(axes: Axes, atom: Factor) -> bool:

@@ -1,4 +1,4 @@
-"""Atoms that could be split, the weights that they divide, and the cost of their collectives."""
+"""Finds candidates: atoms that could be split, with the weights that they divide and the cost of their collectives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from splitc.runtime.units import format_bytes
 # The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
 # 100 KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
 SUM_BYTES = 64 << 10
-# Minimum gain of an atom that is split, relative to the gain of all atoms together. It is not relative to the best one:
-# a few weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with
+# Minimum gain of an atom that is split, relative to that of all atoms together. Not relative to the best one: weights
+# that are read for one token, where others are read for thousands, need all-reduces of hardly any bytes. A choice: with
 # 1/64 or 1/16 the plans of 41 of 43 models are the same.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.
@@ -37,8 +37,8 @@ class Candidate:
     """An atom that divides weights.
 
     - `weights`: the weights, with the bytes of each that it divides.
-    - `collectives`: their number in a run.
-    - `exchanged`: the bytes that these exchange. Outputs that the runtime joins cost no more than whole ones.
+    - `collectives`: the number of collectives in a run, if it is split.
+    - `exchanged`: the bytes that they exchange. Outputs that the runtime joins cost no more than whole ones.
     """
 
     atom: Factor
@@ -48,28 +48,28 @@ class Candidate:
 
     @property
     def cost(self) -> int:
-        """The cost of its collectives, in bytes."""
+        """The cost of its collectives, in bytes: those exchanged, and a latency for each collective."""
         return max(1, self.collectives) * SUM_BYTES + self.exchanged
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights that would be split."""
+        """The bytes of weights that would be split."""
         return sum(self.weights.values())
 
     @property
     def gain(self) -> float:
-        """Bytes of weights that are split for each byte of cost."""
+        """The bytes of weights that are split, for each byte of cost."""
         return self.bytes / self.cost
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates by falling gain.
+    """The candidates, the one of the highest gain first.
 
     - `order`: all atoms that divide weights, in the model's order.
-    - `contractions`: the nodes that sum over each atom.
-    - `reduced`: the nodes that need a statistic of all elements of each atom.
-    - `conflicts`: the atoms that can't be split together with each candidate's atom.
+    - `contractions`: by atom, the nodes that sum over it.
+    - `reduced`: by atom, the nodes that need a statistic of all its elements.
+    - `conflicts`: by candidate's atom, the atoms that can't be split together with it.
     """
 
     by_gain: tuple[Candidate, ...]
@@ -89,9 +89,9 @@ def find_candidates(
     size: Callable[[ir.Value], int],
     planned: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Candidates:
-    """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value.
+    """All atoms that divide weights and that no node needs whole. `size` returns the bytes of a value.
 
-    `planned` are the shapes that were planned for. Slots for adapters are cut together with their layers, never alone.
+    `planned` are the planned shapes. Slots for adapters are sharded together with their layers, never alone.
     """
     _pin_ends(graph, axis_map, planned)
     _pin_borders(axis_map)
@@ -102,13 +102,13 @@ def find_candidates(
     without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
     for atom, covered in weights.items():
-        # Otherwise its elements are dropped by a Slice.
+        # An atom that no output, sum or collective has is dropped by a Slice.
         is_used = atom in given or atom in contractions or atom in joined
         divides = any(share for value, share in covered.items() if not is_slot_input(value))
         if is_used and atom.pinned is None and atom.size > 1 and divides:
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
             candidates.append(Candidate(atom, covered, sums.count, sum(map(size, sums.exchanged))))
-    # Joined shards come first among equals: they are exact, and sums are rounded.
+    # Among equals, candidates whose shards are joined come first: that is exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
     return replace(
         without, by_gain=tuple(candidates), conflicts=_conflicts(axis_map, {candidate.atom for candidate in candidates})
@@ -146,7 +146,7 @@ def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set
 
 
 def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisMap, ranks: int) -> dict[Factor, str]:
-    """The candidates that cost more than they save, with the reason."""
+    """The candidates whose collectives cost more than they save, or which save too little, with the reason."""
     looked_up = _looked_up(axis_map)
     only = looked_up - _read_without_lookup(graph, axis_map) if looked_up else set()
     summed = [candidate for candidate in candidates if candidate.collectives and candidate.atom not in looked_up]
@@ -163,13 +163,13 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
 
 def _why_costly(collectives: int) -> str:
     if collectives == 0:
-        return "too little to gain"
+        return "splitting it would save too little"
     count = "collective" if collectives == 1 else f"{collectives} collectives"
     return f"its {count} would cost more than it saves"
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
-    """Pin sections of inputs and outputs whose size may change: the runtime cuts and joins these by index."""
+    """Pin sections of dynamic axes of inputs and outputs: the runtime slices and joins sections by fixed indices."""
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         sizes = planned.get(value.name or "", ())
         for number, axis in enumerate(axis_map.axes.get(value) or ()):
@@ -177,29 +177,29 @@ def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> 
                 continue
             for leaf in ax.leaves(axis):
                 if not leaf.is_atom:
-                    reason = f"it is a section of an axis of '{value.name}', whose size is dynamic"
+                    reason = f"it is a section of a dynamic axis of '{value.name}'"
                     ax.pin((leaf,), Pin(None, reason))
 
 
 def _pin_borders(axis_map: AxisMap) -> None:
-    """Pin all but the first factor of axes at an island's border: ranks cut and join consecutive elements there."""
+    """Pin all but the first factor of axes at an island's border: ranks slice and join consecutive elements there."""
     for crossing in crossings(axis_map):
         for axis in (axis for side in crossing.sides for axis in (side.before, side.after)):
             leaves = ax.leaves(axis)
             rest = leaves[1:] if leaves and leaves[0].is_atom else leaves
-            ax.pin(tuple(rest), Pin(crossing.node, "its shards are gathered there, and would not be contiguous"))
+            ax.pin(tuple(rest), Pin(crossing.node, "its shards, which a collective joins, would not be contiguous"))
 
 
 def _pin_tables(axis_map: AxisMap) -> None:
-    """Pin the rows of embedding tables unless they are one atom: a lookup needs consecutive rows."""
+    """Pin the rows of embedding tables unless they are one atom: a lookup in a shard needs consecutive rows."""
     for node, operation in axis_map.operations.items():
         leaves = ax.leaves(operation.contracted) if operation.is_lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
-            ax.pin(operation.contracted, Pin(node, "a lookup needs contiguous rows, and these have several factors"))
+            ax.pin(operation.contracted, Pin(node, "a rank would not have contiguous rows of its table"))
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
-    """For each atom, the weights that it divides, with the number of bytes that it divides."""
+    """For each atom, the weights that it divides, with the bytes of each that it divides."""
     reached: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
     for value, axes in axis_map.weight_uses():
         for axis in axes or ():
@@ -236,7 +236,7 @@ def _looked_up(axis_map: AxisMap) -> set[Factor]:
 
 
 def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
-    """The atoms that a node reads at run time without a lookup."""
+    """The atoms of values that nodes other than lookups read at run time."""
     return {
         atom
         for node, operation in axis_map.operations.items()

@@ -1,4 +1,4 @@
-"""Chooses the atoms to split: those that cover the most weight bytes for the fewest and smallest sums."""
+"""Chooses the atoms to split: those that divide the most bytes of weights for the fewest and smallest all-reduces."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
 from splitc.compiler.sharding.partial import Sums, find_sums
 
-# A larger candidate displaces its rivals if its gain is at least this share of theirs. A choice, for models in which
-# another axis covers a little more for many more sums: with any from 0 to 0.6 the plans of 52 models on three devices
-# are the same, with 0.9 those of 42 of 43.
+# A larger candidate replaces chosen ones that conflict with it if its gain is at least this share of theirs. A choice,
+# for models in which another axis divides a little more for many more all-reduces: with any from 0 to 0.6 the plans of
+# 52 models on three devices are the same, with 0.9 those of 42 of 43.
 LEAST_DISPLACING_RATIO = 0.6
-# Candidates displace the one that excludes them all if they cover this many times its bytes. A choice: with 1 the plans
-# of 51 of 52 models are the same, with 4 those of 43. Without the rule, a video transformer's plan differs.
+# Candidates replace a chosen one that conflicts with all of them if they divide this many times its bytes. A choice:
+# with 1 the plans of 51 of 52 models are the same, with 4 those of 43. Without the rule, a video transformer's differs.
 LEAST_EXCLUDED_RATIO = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The atoms to split.
+    """The choice of atoms to split.
 
-    - `chosen`: these, in the model's order.
+    - `chosen`: the atoms to split, in the model's order.
     - `partners`: maps an atom with fewer units than ranks (key-value heads) to one inside it (the query heads of a
       group). Ranks that hold the same unit divide the partner's units.
     - `candidates`: all candidates.
-    - `rejected`: the others, each with the reason.
+    - `rejected`: the atoms that are not split, each with the reason.
     - `sums`: where partial values are summed.
     """
 
@@ -51,17 +51,17 @@ def choose(
     ranks: int,
     early: Collection[ir.DataType] = (),
 ) -> Choice:
-    """Choose the atoms to split over this number of ranks. `size` gives the bytes of a value; see `find_sums`."""
+    """Choose the atoms to split over this number of ranks. For `size` and `early` see `find_sums`."""
     conflicts = candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
-        rejected.setdefault(atom, "a tensor has this axis twice")
+        rejected.setdefault(atom, "a value or a sum has this axis twice")
     left = [candidate for candidate in candidates.by_gain if candidate.atom not in rejected]
     chosen = _select(left, conflicts)
     while mixed := _drop_mixed(axis_map, chosen):
-        rejected.update(dict.fromkeys(mixed, "it is summed in one reduction with a part that can't be split"))
+        rejected.update(dict.fromkeys(mixed, "a node sums over it together with a part that can't be split"))
         left = [candidate for candidate in left if candidate.atom not in mixed]
-        chosen |= _compatible(left, conflicts, chosen)  # what they displaced
+        chosen |= _compatible(left, conflicts, chosen)  # those that conflicted with the dropped ones
     for candidate in (candidate for candidate in left if candidate.atom not in chosen):
         sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
         rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
@@ -74,11 +74,12 @@ def choose(
 
 
 def _select(candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]]) -> dict[Factor, Candidate]:
-    """Candidates that do not conflict, chosen greedily by falling gain.
+    """Candidates that do not conflict, chosen greedily, the highest gain first.
 
-    Then each other candidate displaces its rivals if it covers more bytes than they do together, at a gain that is not
-    much lower (LEAST_DISPLACING_RATIO). Last, candidates displace the one that excludes them if they cover far more
-    bytes together (LEAST_EXCLUDED_RATIO): a batch axis of constant tables would exclude all other axes.
+    Then each other candidate replaces those that it conflicts with, if it divides more bytes than they do together, at
+    a gain that is not much lower (LEAST_DISPLACING_RATIO). Last, candidates replace one that conflicts with all of them
+    if they divide far more bytes together (LEAST_EXCLUDED_RATIO): a batch axis of constant tables conflicts with all
+    other axes.
     """
     chosen: dict[Factor, Candidate] = {}
     for candidate in (*candidates, *sorted(candidates, key=lambda candidate: -candidate.bytes), *candidates):
@@ -118,7 +119,7 @@ def _bytes(candidates: Iterable[Candidate]) -> int:
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate]) -> set[Factor]:
-    """Drop atoms that are summed together with unsplit sections, which every rank would add again. Returns these."""
+    """Drop atoms that a node sums over together with whole sections, which every rank would add. Returns them."""
     dropped: set[Factor] = set()
     again = True
     while again:
@@ -148,7 +149,7 @@ def _find_partners(
             for other in candidates.by_gain
             if other.atom in conflicts[atom]
             and other.atom not in conflicts[other.atom]
-            # Otherwise a sum over only one of both would count a unit once for each rank that has it.
+            # In a sum over only one of both, a unit would count once for each rank that holds it.
             and set(candidates.start(other.atom)) == set(candidates.start(atom))
             and set(other.weights) < set(candidate.weights)
             and not conflicts[other.atom] & (chosen.keys() - {atom})

@@ -1,4 +1,4 @@
-"""Where values enter or leave islands: their shards are cut there, or joined by a collective."""
+"""Where values enter or leave islands: shards are sliced out of the whole value, or joined by a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.sharding.axis_map import AxisMap
 
 @dataclass(frozen=True)
 class Side:
-    """Axis `number` of a value, as it is sharded before and after the crossing."""
+    """Axis `number` of a value, with its factors before and after the crossing."""
 
     number: int
     before: Axis
@@ -23,7 +23,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value with this number of `axes` that enters an island as its input `place`, or leaves it (None)."""
+    """A value of `axes` axes that enters an island as the input `place` of its node, or leaves it (`place` is None)."""
 
     node: ir.Node
     place: int | None
@@ -32,11 +32,11 @@ class Crossing:
     sides: tuple[Side, ...]
 
     def is_joined(self, chosen: Collection[Factor]) -> bool:
-        """Whether ranks have shards before it, which must be joined. Otherwise each rank cuts its shard itself."""
+        """Whether ranks have shards before the crossing, which must be joined."""
         return any(_divides(side.before, chosen) for side in self.sides)
 
     def is_cut(self, chosen: Collection[Factor]) -> bool:
-        """Whether ranks have shards after the crossing."""
+        """Whether ranks have shards after the crossing, which they slice out of the whole value."""
         return any(_divides(side.after, chosen) for side in self.sides)
 
 

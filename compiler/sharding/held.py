@@ -1,4 +1,4 @@
-"""The bytes of a rank's shards."""
+"""The bytes of a rank's shards, for its memory, and the nodes that a rank runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rank_nodes(costs: Costs, sharded: ShardedModel, states: Iterable[State], sta
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
-    """The bytes of one rank's shards: of the nodes' weights, and of any value."""
+    """The bytes of one rank's shards: of the weights that the nodes read, and of any value."""
     shards, size = sharded.shards(part), costs.value_bytes
     constants = costs.held(nodes)
     uses: dict[ir.Value, list[Axes]] = {value: [] for value in constants}
@@ -65,12 +65,12 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
 
 
 def summed_parts(sharded: ShardedModel, part: int) -> Mapping[ir.Value, ir.Value]:
-    """The summed values, each with the value that is the rank's summand: itself, or an input that is passed on."""
+    """The all-reduced values, each with the rank's summand: the value itself, or the only input that the rank adds."""
     return {value: _passed_on(sharded, part, value) or value for value in sharded.sums.summed}
 
 
 def _passed_on(sharded: ShardedModel, part: int, value: ir.Value) -> ir.Value | None:
-    """The only input of an addition that a rank keeps, if another rank adds the others (rank_graph.py); else None."""
+    """The only input of an addition that a rank adds, if another rank adds the others (rank_graph.py); else None."""
     node = producer_of(value)
     operation, added = sharded.axis_map.operations[node], sharded.sums.added_on_one_rank.get(node, frozenset())
     contracts = bool(chosen_atoms([operation.contracted], sharded.ranges))
@@ -79,7 +79,7 @@ def _passed_on(sharded: ShardedModel, part: int, value: ir.Value) -> ir.Value | 
 
 
 def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:
-    """A rank's shape of a value. Axes may have probe sizes, unlike the value."""
+    """A rank's shape of a value of this whole shape. The axes may have probe sizes, so only their ratio counts."""
     if axes is None or len(axes) != len(shape):
         return shape
     return tuple(size * shards.size(axis) // max(1, ax.size_of(axis)) for axis, size in zip(axes, shape, strict=True))

@@ -1,8 +1,8 @@
-"""Nodes that could shard their weights if the nodes around them did not need the same axes whole, or sharded otherwise.
+"""Finds islands: nodes whose weights could be sharded if their axes were independent of the nodes around them.
 
-One node that needs an axis whole makes it whole in the whole model: a Softmax after the head keeps the head whole. An
-island has axes of its own. Each rank cuts its inputs, without communication, and its output is summed or joined by a
-collective. Shardy and GSPMD insert collectives in the same way where shardings differ.
+A node that needs an axis whole makes it whole in all nodes with that axis: a Softmax after the head keeps the head's
+weight whole. An island has axes of its own. Each rank slices its inputs, without communication, and a collective sums
+or joins its output. Shardy and GSPMD insert collectives in the same way where shardings differ.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from splitc.compiler.sharding.choice import Choice
 # Minimum share of the model's weight bytes that an island reads. A choice: a collective for less saves little memory.
 # With 1/64 the plans of 43 models on three devices are the same, without a limit those of 51 of 52.
 LEAST_ISLAND = 1 / 256
-# The number types that collectives join. Others come out of islands whole.
+# The types that collectives join. Outputs of other types are whole inside islands too.
 JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT8", "UINT8", "INT32", "INT64"))
 
 
 def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:
-    """The nodes that read weights of which a choice shards nothing, as islands.
+    """The nodes that read large weights which a choice does not shard, as islands.
 
-    `size` gives the bytes of a weight, or of what engines fold from weights.
+    `size` returns the bytes of a weight, or of a value that engines fold from weights.
     """
     least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
     chosen = frozenset(choice.chosen)
@@ -44,7 +44,7 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
 def _island(
     graph: Graph, operation: Operation, chosen: Collection[Factor], least: float, size: Callable[[ir.Value], int]
 ) -> Island | None:
-    """A node that reads large weights of which nothing is sharded, as an island; None for any other node."""
+    """A node that reads large weights, none of which is sharded, as an island; None for any other node."""
     node, weights = operation.node, set[Factor]()
     for value, axes in zip(node.inputs, operation.inputs, strict=True):
         if value is not None and graph.is_constant(value) and size(value) >= least and not is_slot_input(value):

@@ -1,4 +1,4 @@
-"""Where partial values are summed. A value is partial if each rank has contracted only its shard of an axis."""
+"""Finds where partial values are summed. A value is partial if each rank has summed over only its shard of an axis."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from splitc.runtime.package.fused import STEPS
 
 @dataclass(frozen=True)
 class Sums:
-    """The partial values, and where they are made whole.
+    """The collectives of a sharded model.
 
     - `partial`: maps each partial value to the atoms that it is partial over. A rank without units of them adds zero.
-    - `summed`: the values that are summed where they are computed, in the model's order. Other partial values are
-      passed on.
-    - `added_on_one_rank`: maps a node to the inputs that only one rank may add to a partial result.
+    - `summed`: the values that are all-reduced where they are computed, in the model's order. Other partial values are
+      read as partial ones.
+    - `added_on_one_rank`: maps a node with a partial result to the inputs that only one rank may add to it.
     - `reduced`: the nodes that need a statistic of all ranks' elements: a range, or a mean.
-    - `drawn`: the nodes that draw random numbers. One rank draws, the others have zeros, and the results are summed
-      too.
+    - `drawn`: the nodes that draw random numbers. One rank draws, the others have zeros, and an all-reduce adds them.
     - `joined`: the values whose shards are joined at the border of an island.
-    - `paired`: pairs of `reduced` nodes that share one sum.
+    - `paired`: pairs of `reduced` nodes that share one all-reduce.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
@@ -66,15 +65,17 @@ def find_sums(
     drawn: Sequence[ir.Node] = (),
     early: Collection[ir.DataType] = (),
 ) -> Sums:
-    """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
+    """Trace partial values from the nodes that sum over a chosen atom to where they must be whole.
 
-    `start` are these nodes, and those that need a statistic of all of a chosen atom's elements. `size` gives a value's
-    bytes. `drawn` are the nodes that draw random numbers. `early` are the types of values whose sums do not wait for
-    what is computed row by row: one kernel computes that together with what follows the sum.
+    - `start`: these nodes, and those that need a statistic of all elements of a chosen atom.
+    - `size`: returns a value's bytes.
+    - `drawn`: the nodes that draw random numbers.
+    - `early`: the types of values that are all-reduced before elementwise nodes, rather than after them: on GPUs one
+      fused kernel computes such nodes together with those that follow (lowering/fused_rows.py).
 
     A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial
-    value, since one sum serves both.
+    value, since one all-reduce serves both.
     """
     borders = list(crossings(axis_map))
     crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
@@ -108,9 +109,9 @@ def find_sums(
 
 @dataclass
 class _Flow:
-    """The partial values so far, as nodes are visited in the model's order. The results are those of `Sums`.
+    """The partial values so far, as nodes are visited in the model's order. For the results see `Sums`.
 
-    `crossing` are the values that are cut or joined at the border of an island. They must be whole there.
+    `crossing` are the values that are sliced or joined at the border of an island, so they must not be partial.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -123,7 +124,7 @@ class _Flow:
     reduced: list[ir.Node] = field(default_factory=list)
 
     def visit(self, node: ir.Node) -> list[ir.Node]:
-        """Pass on, or sum, the partial values that a node reads. Returns the readers of its own partial values."""
+        """Decide whether a node reads partial values, or they are summed before. Returns readers of its own ones."""
         operation = self.operations[node]
         incoming = {
             number: self.partial[value]
@@ -148,7 +149,7 @@ class _Flow:
         return [reader for value in passed for reader, _ in value.uses()]
 
     def sum_early(self, value: ir.Value) -> None:
-        """Move a value's sum to before the nodes that compute it from one partial value, row by row or as views."""
+        """Move a value's all-reduce before the elementwise nodes and views that compute it from one partial value."""
         node = producer_of(value)
         partial = {before for before in node.inputs if before in self.partial and before not in self.summed}
         if len(partial) != 1 or node.domain or not (node.op_type in STEPS or operator_of(node).is_view):
@@ -161,7 +162,7 @@ class _Flow:
         self.sum_early(before)
 
     def _passes(self, operation: Operation, incoming: Mapping[int, frozenset[Factor]]) -> frozenset[int] | None:
-        """The inputs that only one rank adds, if the node may read these inputs as partial; None if it may not."""
+        """The inputs that only one rank adds, if a node may read the `incoming` inputs as partial; else None."""
         node = operation.node
         output = node.outputs[0]
         sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
@@ -170,7 +171,7 @@ class _Flow:
             return None
         if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
             return None
-        # Only an addition can leave out an input that is zero on a rank.
+        # Inputs that are partial over different atoms may be 0 on different ranks: only an addition can omit one.
         if len(set(incoming.values())) > 1 and not operation.add_on_one_rank:
             return None
         inputs = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
@@ -178,14 +179,14 @@ class _Flow:
             return frozenset()
         rest = inputs - incoming.keys()
         weights = all(_is_weight(operation, number) for number in rest)
-        # An input that is left out must not broadcast the others to more elements or axes.
+        # A rank that omits an input must get a result of the same shape.
         axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
         keeps = self.size(output) == max(sizes) and len(axes) == 1
         joins = keeps and bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank
         return rest if joins and (weights or self._meets_partial(output)) else None
 
     def _meets_partial(self, value: ir.Value) -> bool:
-        """Whether its only reader adds another partial value to it, maybe after a scale. Then one sum serves both."""
+        """Whether the value's only reader adds a partial value, perhaps after a scale: one all-reduce serves both."""
         uses = value.uses()
         if len(uses) != 1 or value.is_graph_output():
             return False
@@ -201,9 +202,9 @@ class _Flow:
 def _pairs(
     reduced: Sequence[ir.Node], others: Iterable[ir.Node], position: Mapping[ir.Node, int]
 ) -> list[tuple[ir.Node, ir.Node]]:
-    """Pairs of norms without another collective between them, of which the second does not depend on the first.
+    """Pairs of norms without a collective between them, of which the second does not depend on the first.
 
-    The norms of queries and of keys are such a pair. Their sums, one number per row, have the same shape.
+    The norms of queries and of keys are such a pair. Their sums, one number a row, have the same shape.
     """
     paired: list[tuple[ir.Node, ir.Node]] = []
     norms = {node for node in reduced if operator_of(node).is_norm}

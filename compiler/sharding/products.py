@@ -1,6 +1,6 @@
-"""The products that row mode can slice by columns, and the reasons for the others.
+"""Finds the products that row mode can slice by columns, and the reasons why others can't be.
 
-A product is a matmul inside a block. It multiplies a computed value by a large matrix that only products read.
+A product is a MatMul, or the like, inside a block, of a computed value and a large matrix that only products read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 class Product:
     """A matmul that can be sliced.
 
-    - `takes`: the non-constant values that it reads. An input that is dequantized for the matmul is taken in its
-      quantized form, which is smaller and which engines multiply directly.
-    - `columns`: the factor that is cut. Its unit is a column, or the columns of one quantization block.
-    - `axis`: the number of the columns' axis in the result.
+    - `takes`: the non-constant values that it reads. An input that is dequantized for the matmul is sent quantized:
+      that is smaller, and engines multiply it directly.
+    - `columns`: the factor that is sliced. Its unit is a column, or the columns of one quantization block.
+    - `axis`: the axis of the columns in the result.
     """
 
     node: ir.Node
@@ -59,8 +59,8 @@ class Declined:
 class Products:
     """The products in the model's order, and the axes of the values that they read.
 
-    - `readers`: for each weight, the nodes that read it or its folded form at run time.
-    - `declined`: the reason for each reader that is not a product.
+    - `readers`: for each weight, the nodes that read it, or a value folded from it, at run time.
+    - `declined`: for each reader that is not a product, the reason.
     """
 
     sliceable: tuple[Product, ...]
@@ -98,9 +98,9 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
 
 
 def _readers(graph: Graph) -> Readers:
-    """For each weight, the nodes that read it or a value folded from it at run time.
+    """For each weight, the nodes that read it, or a value folded from it, at run time.
 
-    A folded node whose result is an output is a reader too.
+    A folded node whose result is a model output counts as a reader.
     """
 
     def is_read(node: ir.Node) -> bool:
@@ -148,7 +148,7 @@ def _why_not(analysis: Analysis, node: ir.Node, inside: bool, least: int) -> Dec
     number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in analysis.graph.constant or weight is None:
-        return Declined(f"read by {node.op_type}", f"{describe_node(node)} reads it, and is not a matmul")
+        return Declined(f"read by {node.op_type}", f"{describe_node(node)}, which is not a matmul, reads it")
     if not analysis.graph.is_constant(weight):
         reason = f"{describe_node(node)} reads it, but not as its weight matrix"
         return Declined("not the weight matrix of a matmul", reason)
@@ -191,12 +191,12 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
 
 
 def _is_matrix(weight: ir.Value) -> bool:
-    """Whether a weight has two or more axes. Vectors (scales, biases) may be cut for some readers only."""
+    """Whether a weight has two or more axes. Vectors (scales, biases) may be sliced for some readers only."""
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
 def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Factor]:
-    """The atoms of a product's non-constant inputs. To cut one of them, these inputs would have to be cut too."""
+    """The atoms of a product's non-constant inputs. They are not sliced: the inputs would have to be sliced too."""
     pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
     return {
         atom
@@ -210,7 +210,7 @@ def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Facto
 def _columns(
     axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor], stored: Collection[Factor]
 ) -> Factor | Declined:
-    """The factor by which to cut a product's columns into contiguous slices, or the reason why there is none.
+    """The factor by which to slice a product's columns contiguously, or the reason why there is none.
 
     `stored` are the factors of weights. A matrix that is filled with one number at run time has none.
     """
@@ -223,7 +223,7 @@ def _columns(
         reason = f"{describe_node(node)} multiplies by several concatenated matrices"
     elif (pin := leaves[0].pinned) is not None:
         by = describe_node(pin.node) if pin.node is not None else describe_node(node)
-        reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
+        reason = f"{by} needs all {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
     elif leaves[0] in at_run_time:
         reason = f"{describe_node(node)} has an input with the same axis as its columns"
     elif leaves[0] not in stored:

@@ -1,4 +1,4 @@
-"""Which of a model's weights are split, and why the others are not."""
+"""Reports which of a model's weights are split, and why the others are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WARN_BELOW_SHARE = 0.5
 class WeightFate:
     """A weight: how many of its bytes are split over the ranks, and why the rest is whole.
 
-    `units` are each rank's units of each axis that is cut, such as "768,768".
+    `units` has each rank's units of each sharded axis, such as "768,768".
     """
 
     name: str
@@ -72,7 +72,7 @@ def sharded_share(weights: Sequence[WeightFate]) -> float:
 
 
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
-    """All weights of the model, in the order in which they are read, without the A and B of slots."""
+    """All weights of the model, in the order in which they are read, without slots for adapters."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)
     readers = {value: node for node in reversed(analysis.graph.nodes) for value in analysis.graph.weights(node)}
     fates = []
@@ -80,7 +80,7 @@ def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> 
         if value in uses:
             fates.append(_fate(analysis, split, choice, value, uses[value], value in inside))
         else:
-            why = f"{describe_node(readers[value])} reads it inside control flow"
+            why = f"{describe_node(readers[value])} reads it in its subgraph"
             size = analysis.costs.value_bytes(value)
             fates.append(WeightFate(value.name or "", size, 0, value in inside, "", why))
     return fates
@@ -117,7 +117,7 @@ def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
     reasons = [products.declined[node].reason for node in others if node in products.declined]
     if others:
         return reasons[0] if reasons else "the shares leave all its columns to the main device"
-    return "it has no columns"
+    return "no product slices its columns"
 
 
 def _units(split: ShardedModel, axes: Axes) -> str:
@@ -159,11 +159,10 @@ def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor])
 
 
 def _needs(pin: Pin, sizes: str) -> str:
-    """The message that a node needs these sizes whole."""
+    """The message that a node needs axes of these sizes whole."""
     why = f" ({pin.reason})" if pin.reason else ""
-    if pin.node is None:
-        return f"{sizes}: {pin.reason}"
-    return f"{describe_node(pin.node)} needs {sizes} whole{why}"
+    axes = f"{'axes' if ',' in sizes else 'axis'} of {sizes}"
+    return f"{axes}: {pin.reason}" if pin.node is None else f"{describe_node(pin.node)} needs the {axes} whole{why}"
 
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:
@@ -189,21 +188,21 @@ def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
 
 
 def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
-    """Why an atom is not split, for messages; None if it is."""
+    """Why an atom is not split, as a message; None if it is split."""
     if atom in split.ranges:
         return None
     if atom.pinned is not None:
         return _needs(atom.pinned, str(atom.size))
-    reason = choice.rejected.get(atom)
-    return f"{atom.size}: {reason}" if reason else f"{atom.size}: too little to gain"
+    return f"axis of {atom.size}: {choice.rejected.get(atom) or 'splitting it would save too little'}"
 
 
 @dataclass(frozen=True)
 class AxisFate:
     """An axis of weights.
 
-    - `size`: its size. `weights` and `bytes`: the number and the bytes of these weights. `first`: the first one's name.
-    - `sums`: the collectives needed to split it; None if it is no candidate.
+    - `size`: its size. `weights` and `bytes`: the number and the bytes of the weights that have it. `first`: the name
+      of the first of these.
+    - `sums`: the number of collectives that splitting it takes; None if it is no candidate.
     - `units`: each rank's units if it is sharded. If not, `reason` says why.
     - `joined`: its shards are joined where they leave an island.
     """
@@ -219,7 +218,7 @@ class AxisFate:
 
 
 def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisFate]:
-    """The axes of weights, those that cover the most bytes first."""
+    """The axes of weights, the one that divides the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
         for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):

@@ -1,12 +1,11 @@
-"""Row numbers that a model computes from sizes alone, and by which it indexes each row's own entries.
+"""Finds indices that are row numbers, computed from sizes alone, by which each row reads only its own entries.
 
 Exporters write attention masks so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may point
-to any row. But values that follow from sizes alone can be computed. If an index equals the position along an axis
-everywhere, the node gathers along that axis what already stands there, and rows do not meet. There are three more
-forms:
+to any row. But values that depend on sizes alone can be computed. If an index equals the position along an axis
+everywhere, each row gathers from itself, and rows stay independent. There are three more forms:
 
 - Rotary embeddings, whose tables may have a row for each token of a request.
-- A part of a mask that is written in place: a ScatterND with such an index.
+- Writing a part of a mask: a ScatterND with such an index.
 - `x[arange(rows), highest]` with rows and tokens merged into one axis: the index is the number of the row's first token
   plus that of a token in its row.
 """
@@ -28,14 +27,15 @@ from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.indexing import SELECTS, WRITES
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.runtime.arrays.array import Array
 
 # The operators that gather or scatter by an index, which is their second input.
-PUTTING = "ScatterND"
-PICKING = ("Gather", "GatherND", PUTTING)
+SCATTER = "ScatterND"
+INDEXING = ("Gather", "GatherND", SCATTER)
 # The most elements of a computed value. A choice: at probe sizes masks have thousands.
 MOST_ELEMENTS = 1 << 22
 
@@ -45,21 +45,24 @@ class RowNumbers:
     """The axes of a model whose nodes index by row numbers.
 
     - `nodes`: the nodes that compute from sizes alone.
-    - `picking`: the nodes that gather or scatter by row numbers, each with the axes of its index along which the index
+    - `indexing`: the nodes that gather or scatter by row numbers, each with the axes of its index along which the index
       is the position and nothing else.
-    - `joining`: the nodes that build an index from such numbers and data, each with the node that reads the index.
-    - `values`: the values that follow from sizes alone, at probe sizes.
+    - `joining`: the nodes that build an index from such numbers and other data, each with the node that reads it.
+    - `values`: values that depend on sizes alone, computed for probe sizes.
     """
 
     graph: Graph
     axis_map: AxisMap
     nodes: frozenset[ir.Node]
-    picking: Mapping[ir.Node, frozenset[int]]
+    indexing: Mapping[ir.Node, frozenset[int]]
     joining: Mapping[ir.Node, ir.Node]
     values: Mapping[ir.Value, Array]
 
     def hold(self, atom: Factor) -> bool:
-        """Whether values from sizes are the same in all rows where they meet data. Else they tell rows apart."""
+        """Whether values computed from sizes are the same for all rows (`atom`), wherever nodes read them with data.
+
+        Values that differ may make a node treat rows differently. Row numbers as an index do not count.
+        """
         if any(self._differs(value, self.axis_map.axes[value] or (), atom) for value in self.graph.outputs):
             return False
         for node, operation in self.axis_map.operations.items():
@@ -67,7 +70,7 @@ class RowNumbers:
                 continue
             for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
                 by = node if number == _index_of(node) else None
-                known = self.picking.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
+                known = self.indexing.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
                 if value is not None and self._differs(value, axes or (), atom, known):
                     return False
         return True
@@ -75,7 +78,7 @@ class RowNumbers:
     def _differs(
         self, value: ir.Value, axes: Sequence[Axis], atom: Factor, known: frozenset[int] = frozenset()
     ) -> bool:
-        """Whether a value that follows from sizes varies along a factor, apart from the `known` axes."""
+        """Whether a value computed from sizes varies along a factor, apart from the `known` axes."""
         if value.producer() not in self.nodes:
             return False
         along = [number for number, axis in enumerate(axes) if atom in ax.atoms(axis) and number not in known]
@@ -96,7 +99,7 @@ def _varies(array: Array, axis: int) -> bool:
 
 
 def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
-    """Whether an array varies along a factor of an axis. If an axis is rows and tokens, only tokens may vary."""
+    """Whether an array varies along a factor of an axis: in an axis of rows and tokens, tokens may vary."""
     leaves = ax.leaves(axis)
     if atom not in leaves:  # it is in sections
         return _varies(array, number)
@@ -105,13 +108,13 @@ def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
 
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
-    """The axes of a model in which nodes index by numbers from sizes alone; None if there are no such numbers.
+    """The axes of a model in which nodes index by row numbers; None if no node computes from sizes alone.
 
-    A whole mask may follow from sizes too, if rows were indexed by their numbers in it.
+    A whole mask may depend on sizes alone: then it was indexed by row numbers inside the nodes that compute it.
     """
     nodes = nodes_from_sizes(graph)
-    picking = [node for node in graph.nodes if node not in nodes and is_onnx(node, *PICKING)]
-    indices = {node: _parts(node, nodes) for node in picking}
+    indexing = [node for node in graph.nodes if node not in nodes and is_onnx(node, *INDEXING)]
+    indices = {node: _parts(node, nodes) for node in indexing}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     turning = {
         node: index
@@ -123,14 +126,14 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
         return None
     values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}
-    rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
+    rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free_rule)
     for node, parts in indices.items():
         if node not in opaque:
-            rule = _put if node.op_type == PUTTING else partial(_pick, _count_below(parts[-1], bound))
+            rule = _scatter_rule if node.op_type == SCATTER else partial(_gather_rule, _count_below(parts[-1], bound))
             rules[node] = partial(rule, [values.get(part) for part in parts], aligned)
     for node, index in turning.items():
         if node not in opaque:
-            rules[node] = partial(_look_up, values.get(index), aligned)
+            rules[node] = partial(_lookup_rule, values.get(index), aligned)
     axis_map = find_axes(graph, bound, opaque, rules=rules)
     joining = {
         producer: node
@@ -140,19 +143,19 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     return RowNumbers(graph, axis_map, frozenset(nodes), aligned, joining, values)
 
 
-def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
-    """The parts of an index, one for each axis that is indexed; or the index itself.
+def _parts(reader: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
+    """The parts of an index, one for each indexed axis; or the index itself.
 
-    Only an index that contains data is taken apart: `nodes` compute any other as a whole. A Gather's index may be a
-    sum, whose second part is data.
+    Only an index that contains other data is split into parts: any other is computed as a whole by `nodes`. A Gather's
+    index may be a sum: its parts are a value from sizes, and data.
     """
-    index = picking.inputs[1]
+    index = reader.inputs[1]
     if index is None:
         return ()
     node = index.producer()
-    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {picking}:
+    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {reader}:
         return (index,)
-    if node.op_type == "Add" and picking.op_type == "Gather":
+    if node.op_type == "Add" and reader.op_type == "Gather":
         one, other = sorted(filter(None, node.inputs), key=lambda part: part.producer() not in nodes)
         return (one, other) if _choice(other) is not None else (index,)
     if node.op_type != "Concat" or index.shape is None:
@@ -164,19 +167,19 @@ def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
 
 
 def _data_readers(value: ir.Value) -> set[ir.Node]:
-    """The nodes that read a value's data, and not only its sizes."""
+    """The nodes that read a value's contents, rather than only its sizes."""
     return {node for node, _ in value.uses() if not operator_of(node).reads_shape}
 
 
 def _choice(index: ir.Value) -> ir.Node | None:
-    """The ArgMax or ArgMin behind an index, which is thus below the size of its axis; None for any other index."""
+    """The ArgMax or ArgMin that computes an index, which is thus below the size of its axis; else None."""
     while (uncast := value_before(index, "Cast")) is not None:
         index = uncast
     return made_by(index, "ArgMax", "ArgMin")
 
 
 def _count_below(index: ir.Value, bound: BoundShapes) -> int:
-    """A number that an index is below; 1 if none is known."""
+    """An upper bound that an index is below; 1 if none is known."""
     node = _choice(index)
     source = None if node is None else node.inputs[0]
     shape = () if source is None else bound.shapes.get(source.name or "", ())
@@ -184,7 +187,7 @@ def _count_below(index: ir.Value, bound: BoundShapes) -> int:
 
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
-    """The values at these sizes that follow from sizes alone and that nodes with data read."""
+    """The values, for these sizes, that are computed from sizes alone and that other nodes read."""
     return _computed(graph, bound, nodes_from_sizes(graph))
 
 
@@ -206,7 +209,7 @@ def _is_known(graph: Graph, value: ir.Value, made: set[ir.Node]) -> bool:
 
 
 def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.Value, Array]:
-    """The values at these sizes that follow from sizes and that other nodes read. Empty if they can't be computed."""
+    """The values of `nodes` that other nodes read, or that are outputs; empty if they can't be computed."""
     outside = [(node, value) for node in graph.nodes if node not in nodes for value in graph.reads[node]]
     wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
     wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
@@ -224,20 +227,20 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
         return {}
 
 
-def _free(operation: Operation) -> None:
-    """Relate no axes of a node that computes from sizes: its values are examined where they meet data."""
+def _free_rule(operation: Operation) -> None:
+    """The axes rule of a node that computes from sizes: none are related, as `hold` examines the values themselves."""
     for axes in (*operation.inputs, *operation.outputs):
         operation.free(axes or ())
 
 
-def _pick(
+def _gather_rule(
     below: int, index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation
 ) -> None:
-    """Relate the axes of a node that gathers, where its index is the position along an axis.
+    """The axes rule of a node that gathers, where its index is the position along an axis.
 
-    The index is one array, or has one part for each axis that is indexed: an array, or None for data. A Gather's may be
-    an array to which data `below` a number are added. If the index is nowhere the position, the node has its operator's
-    rule. Else the node goes into `aligned`, with the axes of the index along which it is.
+    The index is one array, or has one part for each indexed axis: an array, or None for data. A Gather's may be an
+    array to which data, smaller than `below`, are added. If the index is nowhere the position, the operator's rule is
+    applied. Otherwise the node is added to `aligned`, with the axes of the index along which the index is the position.
     """
     data, indices, output = operation.input(0), operation.input(1), operation.output()
     if operation.node.op_type == "Gather":
@@ -250,14 +253,14 @@ def _pick(
     pairs, loose = _paired(columns, data[first:behind], below if len(index) > len(columns) else 1)
     if not pairs:
         rule = operator_of(operation.node).axes
-        assert rule is not None, "an operator that picks has a rule"
+        assert rule is not None, "an operator that gathers has a rule"
         rule(operation)
         return
     aligned[operation.node] = frozenset(place for _, place in pairs) - loose
     related = {leaf for leaf, _ in pairs}
     for axis in data[first:behind]:
         operation.free([axis])
-        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], "it is indexed")
+        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], SELECTS)
     start = first if operation.node.op_type == "Gather" else 0
     operation.relate_all(data[:first], output)
     operation.relate_all(places, output[start:])
@@ -267,8 +270,8 @@ def _pick(
         operation.relate((leaf,), places[number])
 
 
-def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
-    """Relate the axes of a node that scatters updates to this index, as `_pick` does."""
+def _scatter_rule(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """The axes rule of a node that scatters updates by an index; see `_gather_rule`."""
     data, indices, updates, output = *map(operation.input, range(3)), operation.output()
     columns = [column for part in index for column in _columns(part)]
     places, behind = updates[: len(indices) - 1], len(columns)
@@ -276,8 +279,8 @@ def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], 
     related, numbers = {leaf for leaf, _ in pairs}, frozenset(number for _, number in pairs)
     aligned[operation.node] = numbers - loose
     for axis in data[:behind]:
-        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], "it is written by index")
-    operation.whole([axis for number, axis in enumerate(places) if number not in numbers], "it is written by index")
+        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], WRITES)
+    operation.whole([axis for number, axis in enumerate(places) if number not in numbers], WRITES)
     operation.relate_all(data, output)
     operation.relate_all(updates[len(places) :], output[behind:])
     operation.free(indices)
@@ -288,10 +291,10 @@ def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], 
 def _paired(
     columns: Sequence[Array | None], axes: Sequence[Axis], below: int = 1
 ) -> tuple[list[tuple[Factor, int]], set[int]]:
-    """Pairs of a factor of these axes and an axis of the index along which the index is the position.
+    """Pairs: a factor of these axes, and an axis of the index along which the index is the position in that factor.
 
     A column is the index along one axis. With `below` above 1, it is the start of `below` consecutive elements, those
-    of the axis's last factors. Also returns the axes of the index along which a column varies in any other way.
+    of the axis's last factors. Also returns the axes of the index along which a column varies otherwise.
     """
     pairs: list[tuple[Factor, int]] = []
     loose: set[int] = set()
@@ -315,15 +318,15 @@ def _paired(
     return pairs, loose
 
 
-def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
-    """Relate the axes of a node with tables. A table's rows are those of the positions if these count from 0."""
+def _lookup_rule(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """The axes rule of a node with tables. A table's rows are the axis of positions if these count from 0."""
     operator = operator_of(operation.node)
     assert operator.axes is not None, "an operator with tables has a rule"
     operator.axes(operation)
     places = operation.input(operator.positions[0])
     for table in (operation.input(number) for number in operator.tables if operation.has(number)):
         leaves = ax.leaves(table[0])
-        if len(leaves) == 1 and not leaves[0].is_atom:  # other rows are behind, up to some least number
+        if len(leaves) == 1 and not leaves[0].is_atom:  # exporters append rows up to some minimum
             leaves = ax.leaves(leaves[0].sections[0])
         sizes = [leaf.size for leaf in leaves]
         if index is None or not leaves or not index.size or index.min() < 0 or index.max() >= np.prod(sizes):
@@ -344,12 +347,12 @@ def _input(node: ir.Node, number: int) -> ir.Value | None:
 
 
 def _columns(part: Array | None) -> list[Array | None]:
-    """The part of an index for each axis that it indexes."""
+    """The columns of a part of an index: one for each axis that it indexes; None for data."""
     return [None] if part is None else [part[..., number] for number in range(part.shape[-1])]
 
 
 def _places(column: Array, size: int) -> Iterator[int]:
-    """The axes of an index along which each entry is its position."""
+    """The axes of a column along which each entry is its position."""
     for number, length in enumerate(column.shape):
         own = np.arange(length).reshape([-1 if n == number else 1 for n in range(column.ndim)])
         if length == size and np.array_equal(column, np.broadcast_to(own, column.shape)):

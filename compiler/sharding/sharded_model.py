@@ -19,7 +19,7 @@ from splitc.compiler.sharding.shares import Ranges, assign_units
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model's axes, each rank's units of the sharded ones (`ranges`), and the values that the ranks sum."""
+    """A model's axes, each rank's units of the sharded axes (`ranges`), and the collectives (`sums`)."""
 
     graph: Graph
     axis_map: AxisMap
@@ -36,11 +36,11 @@ class ShardedModel:
         return [Shards({atom: parts[rank] for atom, parts in self.ranges.items()}) for rank in range(self.ranks)]
 
     def sizes(self, rank: int) -> tuple[int, ...]:
-        """A rank's number of units of each sharded axis. Ranks with equal numbers hold and compute equally much."""
+        """A rank's numbers of units of the sharded axes. Ranks with equal numbers hold and compute equally much."""
         return tuple([parts[rank].size for parts in self.ranges.values()])
 
     def owned_sizes(self, rank: int) -> tuple[int, ...]:
-        """As `sizes`, but 0 for the replicas of another rank's units."""
+        """As `sizes`, with 0 for units that are replicas of another rank's."""
         return tuple([parts[rank].size * parts[rank].owned for parts in self.ranges.values()])
 
     def share(self, rank: int, node: ir.Node) -> float:
@@ -53,16 +53,16 @@ class ShardedModel:
         return self.axis_map.axes.get(value)
 
     def gives(self, rank: int, value: ir.Value) -> bool:
-        """Whether a rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
+        """Whether a rank returns its shard of an output to the caller. The first rank returns replicated outputs."""
         axes = self.axes(value)
         return all(map(self.shards(rank).owns, axes or ())) if chosen_atoms(axes, self.ranges) else rank == 0
 
     def owns(self, rank: int, operation: Operation) -> bool:
-        """Whether the rank contracts units at a node that it owns, not only replicas of another rank's."""
+        """Whether a node sums over units that the rank owns, rather than over replicas of another rank's."""
         return self.shards(rank).owns(operation.contracted)
 
     def adds(self, rank: int, operation: Operation) -> bool:
-        """Whether this rank adds what only one may add to a partial value: the first rank that owns units."""
+        """Whether this is the rank that adds to a partial value what only one may add: the first that owns units."""
         return rank == next((other for other in range(self.ranks) if self.owns(other, operation)), 0)
 
 
@@ -71,7 +71,7 @@ def shard_model(
 ) -> ShardedModel:
     """Divide the chosen axes among the ranks of a group.
 
-    `shares` has each group's ranks' shares. `home` is the number of the first group that has a weight.
+    `shares` are the shares of each group's ranks. `home` is, by weight, the number of the first group that has it.
     """
     weights = {candidate.atom: candidate.weights for candidate in choice.candidates}
     ranges = assign_units({atom: weights[atom] for atom in choice.chosen}, shares, home, choice.partners)

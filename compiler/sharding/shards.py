@@ -1,4 +1,4 @@
-"""One rank's shards: their sizes, and the elements of a value that they hold."""
+"""One rank's shards: their sizes, and which elements of a value they hold."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Shards:
         return self._shares[axes]
 
     def ratio(self, axis: Axis) -> tuple[int, int] | None:
-        """The ratio of the rank's size of an axis to the whole size, which holds for any sizes of the unsplit factors.
+        """The ratio of the rank's size of an axis to the whole size; None if the rank has nothing of it.
 
-        Sections with a split one belong to weights, whose sizes no request changes. None if the rank has nothing of the
-        axis.
+        The ratio is the same for all sizes of whole factors. Factors in sections, of which one is split, belong to
+        weights, so their sizes are fixed.
         """
         own, whole = 1, 1
         for leaf in ax.leaves(axis):
@@ -83,7 +83,7 @@ class Shards:
         )
 
     def owns(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Whether the rank owns its elements along an axis. It does not own replicas of another rank's.
+        """Whether the rank owns its elements along an axis, rather than that they are replicas of another rank's.
 
         `sections` is `any` or `all`: a rank may own units of some sections only.
         """
@@ -115,9 +115,9 @@ class Shards:
         return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
 
     def part(self, name: str, axes: Axes, shape: ir.Shape | None) -> Part | None:
-        """How the rank's shard of a model's input or output is cut from the whole; None if the rank has the whole.
+        """The manifest's entry of how a rank's shard is sliced from a model input or output; None for the whole.
 
-        All ranks cut along the same axes. If one axis has several sections, shards that are the whole are cut too.
+        All ranks slice along the same axes. If one of these has sections, ranks with the whole have an entry too.
         """
         cut = [number for number, axis in enumerate(axes or ()) if not self.ranges.keys().isdisjoint(ax.atoms(axis))]
         parts = []
@@ -137,10 +137,7 @@ class Shards:
         return Part(name, parts) if is_cut else None
 
     def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
-        """The rank's shard of a weight. It is read lazily, when it is written, and takes no memory until then.
-
-        Equal shards of a weight are one tensor, so that it is written once.
-        """
+        """The rank's shard of a weight, as a lazy tensor. Equal shards are one tensor, so that it is written once."""
         key = (id(tensor), self.key(axes))
         if key not in self._cut:
             self._cut[key] = self._cut_weight(tensor, axes, name)

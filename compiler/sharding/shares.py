@@ -1,4 +1,4 @@
-"""The number of units of each sharded axis that a rank gets, by its share."""
+"""Divides the units of each sharded axis among ranks, by their shares."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from splitc.compiler.operators.axes import Factor
 
-# Ranks get multiples of MULTIPLE units of an axis, or of a smaller power of two, so that at least STEPS multiples are
-# left to divide. Kernels of matrix products load 16 bytes at once, and numbers have at least one byte. ONNX Runtime's
-# Gelu in half precision leaves the last of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). STEPS
-# is a choice: shares are kept within 1 %.
+# Ranks get multiples of MULTIPLE units of an axis, or of a smaller power of two if there are fewer than STEPS multiples
+# of that. Kernels of matrix products load 16 bytes at once, and elements have at least one byte. ONNX Runtime's Gelu in
+# half precision leaves the last of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). STEPS is a
+# choice: shares are kept within 1 %.
 MULTIPLE, STEPS = 16, 64
 
 
@@ -21,8 +21,8 @@ MULTIPLE, STEPS = 16, 64
 class Range:
     """A rank's units of an axis, from `start` to before `stop`.
 
-    With fewer units than ranks, surplus ranks replicate a neighbour's unit and contribute zero to sums. Their range is
-    not `owned`.
+    With fewer units than ranks, surplus ranks replicate a neighbour's unit, and add zero to sums: their range is not
+    `owned`.
     """
 
     start: int
@@ -45,8 +45,9 @@ def assign_units(
 ) -> Ranges:
     """The ranges of each atom, one for each rank of a group.
 
-    - `weights`: the bytes of the weights that each atom divides.
-    - `shares`: one list for each group. An atom goes by the shares of the first group that holds one of its weights.
+    - `weights`: by atom, the bytes of the weights that it divides.
+    - `shares`: one list for each group. An atom is divided by the shares of the first group that holds one of its
+      weights.
     - `home`: that group, by weight (0 if absent).
     - `partners`: maps an atom with fewer units than ranks to the atom that is divided among ranks with the same unit.
 
@@ -78,7 +79,7 @@ def assign_units(
 
 
 def multiple_of(units: int) -> int:
-    """The number of units that an axis is divided by multiples of: a power of two; 1 for few units or an odd number."""
+    """The power of two, up to MULTIPLE, of which ranks get multiples of an axis' units: 1 for few, or odd, units."""
     multiple = MULTIPLE
     while multiple > 1 and (units % multiple or units // multiple < STEPS):
         multiple //= 2
@@ -88,7 +89,7 @@ def multiple_of(units: int) -> int:
 def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] | None = None) -> list[int]:
     """Integers that add up to `total`: the `ideal` numbers rounded down, or up where the remainder is largest.
 
-    Amounts that are `owed` from before are added to the remainders.
+    Remainders `owed` from earlier atoms are added to these.
     """
     counts = [int(number + 1e-9) for number in ideal]
     missing = [
@@ -119,7 +120,7 @@ def divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[R
     inner_ranges: list[Range] = []
     first = 0
     for unit in range(units):
-        most = len(parts) - (units - unit - 1)  # every later unit needs a rank too
+        most = len(parts) - (units - unit - 1)  # each later unit needs at least one rank
         end = first + 1
         while end < most and (unit == units - 1 or sum(parts[:end]) + parts[end] / 2 <= (unit + 1) / units):
             end += 1

@@ -1,4 +1,4 @@
-"""Row mode: the columns of the products that each rank computes.
+"""Row mode: which columns of each product a rank computes.
 
 A product's input is sent to all ranks. Each rank multiplies it by its slice of the matrix, and the main rank (rank 0)
 joins the columns. Megatron calls this column-parallel. The name `row` is llama.cpp's, which stores matrices transposed.
@@ -23,7 +23,7 @@ from splitc.compiler.sharding.shares import assign_units
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's work in a round: values that it takes for the first time, and products that it has columns of."""
+    """A rank's work in a round: values that it receives for the first time, and products that it has columns of."""
 
     takes: tuple[ir.Value, ...]
     products: tuple[Product, ...]
@@ -34,7 +34,7 @@ class SlicedProducts:
     """The sliced products, and each rank's columns.
 
     - `rounds`: the products in the order in which they run. Those of one round are independent.
-    - `columns`: a sharded model of the products alone, in which nothing is summed.
+    - `columns`: a sharded model of the products alone, without collectives.
     """
 
     graph: Graph
@@ -66,7 +66,7 @@ class SlicedProducts:
         return [product for product in products if self.columns.ranges[product.columns][rank].owned]
 
     def column_name(self, rank: int, product: Product) -> str:
-        """The name of a rank's columns of a product's result, on all ranks. No value of the model has it."""
+        """The name, on all ranks, of a rank's columns of a product's result. No value of the model has it."""
         return unused_name(f"{product.result.name}/rank{rank}", self._names)
 
     @cached_property

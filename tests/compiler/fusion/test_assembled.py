@@ -101,7 +101,7 @@ def test_slices_with_steps_that_do_not_take_turns(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tests.compiler.fusion.test_assembled.HEAD", HEAD.replace("7", "8"))
     body = fronted(0, "empty", "twice", 0, 8) + fronted(1, "made_0", "x", 0, 8, 2)
     made, _ = fused(f"twice = Concat <axis = -1> (x, x) {body} y = Neg (made_1)", tmp_path)
-    assert [fate.why for fate in made.fates] == ["its slices have steps, and do not take turns"]
+    assert [fate.why for fate in made.fates] == ["its slices have steps, and do not interleave"]
 
 
 def test_transposes_that_an_optimizer_has_taken_out(tmp_path: Path) -> None:

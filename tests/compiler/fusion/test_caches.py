@@ -235,11 +235,11 @@ ODD = {
     "new rows are not concatenated with it as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
     "no attention reads it as keys or values": replace(OPTIMUM, odd="parts"),
     "its cache has other readers": replace(OPTIMUM, odd="values", layers=1),
-    "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
+    "no fused kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
     "no kernel is faster with a softcap (Tanh)": CAPPED,
     "its output qk_matmul_output has readers": replace(OPERATOR, operator="past", odd="scores"),
-    "it is causal without a cache, and its queries and keys differ in number": replace(CAUSAL, operator="concatenated"),
-    "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
+    "it is causal without a cache, and has more or fewer queries than keys": replace(CAUSAL, operator="concatenated"),
+    "the operator takes head sizes that are multiples of 8, the same of keys and values": replace(OPTIMUM, size=12),
 }
 
 

@@ -76,7 +76,7 @@ ALONG_ROWS = """q = MatMul (x, w)  a, g = Split <axis = 0, num_outputs = 2> (q) 
 @pytest.mark.parametrize(
     ("body", "rows", "why"),
     [
-        (GATED, 11, "it has too few rows to be faster as several products"),
+        (GATED, 11, "it has too few rows for several products to be faster"),
         (ALONG_ROWS, 0, "its Split is not along the last axis"),
     ],
     ids=["few rows", "rows"],

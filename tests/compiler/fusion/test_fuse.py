@@ -113,9 +113,9 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 
 
 ODD = [
-    (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
+    (Form(), {"FLOAT"}, "its scores (queries x keys) are too few for one operator to be faster"),
     (Form(), {"FLOAT"}, "no kernel is faster for heads larger than 7"),
-    (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
+    (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no fused kernel is faster for its type, FLOAT16"),
     (Form(tanh=True), {"FLOAT"}, "the operator has no softcap (Tanh)"),
     (Form(sinks=True), {"FLOAT"}, "a Slice is between its Softmax and the product with the values"),
     (Form(softmax_axis=2), {"FLOAT"}, "its Softmax may not be along the last axis"),
@@ -127,7 +127,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE), path)
     analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds(form, SIZE).items()}), 1)
-    least = SIZE.length * SIZE.all + ("small" in why)
+    least = SIZE.length * SIZE.all + ("too few" in why)
     largest = SIZE.size - ("heads larger" in why)
     gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest_head=largest)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
@@ -444,9 +444,12 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
     assert fused_all.notes == ["attention fused: 2 of 2"]
     assert [row[1:] for row in fused_all.tables[0].rows] == [("MultiHeadAttention", "")] * 2
     assert fused_none.notes == ["attention fused: 0 of 2"]
-    assert fused_none.tables[0].rows == [("2", "it is too small to be faster as one operator")]
+    assert fused_none.tables[0].rows == [("2", "its scores (queries x keys) are too few for one operator to be faster")]
     said = capsys.readouterr().out
-    assert "attention fused: 0 of 2\n  2 not: it is too small to be faster as one operator\n" in said
+    assert (
+        "attention fused: 0 of 2\n  2 not: its scores (queries x keys) are too few for one operator to be faster\n"
+        in said
+    )
     unfused = plan_model(path, ["cpu0"], Request(shapes=shapes, no_fuse=True))
     assert "Fusion" not in [section.title for section in plan_chapter("", unfused, ()).sections]
 

@@ -85,7 +85,7 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
     analysis = analyzed(tmp_path / "model.onnx")
     assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
     whys = {fate.why for fate in analysis.fates if fate.kind == "cache"}
-    assert whys == {"no operator computes attention on latents and writes them in place"}
+    assert whys == {"no operator for attention on latents writes them in place"}
     assert "w_both" not in analysis.graph.graph.initializers and "Attention" not in operators(analysis.graph.graph)
     compare(tmp_path, "layer", ["cpu0"])
 
@@ -109,7 +109,7 @@ def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> 
 
 OTHERS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
     "have other readers": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
-    "cheaper to project": ({}, {"new": 40}),
+    "takes fewer operations": ({}, {"new": 40}),
 }
 
 

@@ -84,7 +84,7 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
         ("y = Softmax <axis = 0> (x)", "not independent: the Softmax node that makes 'y'"),
         ("y = CumSum(x, axis)", "not independent: the CumSum node"),
         ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "not independent: the ReduceMean node that makes 'm'"),
-        ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the extremes of all of them"),
+        ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it needs statistics of all of them"),
         (
             "end = Constant <value_ints = [3]> () y = Slice(x, axis, end)",
             "not independent: the Slice node that makes 'y'",

@@ -194,7 +194,7 @@ def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
     behind = b.op("Gather", x, b.op("Range", count, count, b.constant(1, np.int64)), axis=1)
     both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
     b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
-    refuse_rows(b, tmp_path, "not independent: node '/Gather_1' .Gather.: it is indexed")
+    refuse_rows(b, tmp_path, "not independent: node '/Gather_1' .Gather.: it selects elements by index")
 
 
 def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp
         mask = b.op("Add", mask, b.op("Cast", b.op("Squeeze", row, b.ints(2)), to=FLOAT))
     b.give(layer(b, b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2))), "up"), "y", ["batch", TOKENS, WIDTH])
     if differ:
-        refuse_rows(b, tmp_path, "may treat rows differently, by numbers computed from sizes")
+        refuse_rows(b, tmp_path, "may treat rows differently, as it reads numbers computed from sizes")
     else:
         check_rows(b, tmp_path, {"x", "y"})
 

@@ -59,4 +59,4 @@ def test_what_is_computed_once_takes_no_sum(tmp_path: Path) -> None:
     plan = plan_model(model, ["cpu0", "cpu1"], Request(split_mode="tensor", shapes={"x": (8, 64)}))
     found = {weight.name: weight for weight in plan.weights}
     assert found["A"].split and not found["P"].split
-    assert "it is computed once" in (found["P"].reason or "")
+    assert "it is folded when an engine is loaded" in (found["P"].reason or "")

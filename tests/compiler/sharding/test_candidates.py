@@ -60,8 +60,8 @@ def test_reasons_of_axes_that_gain_too_little(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], Request(split_mode="tensor", spread=True))
     reasons = {weight.name: weight.reason or "" for weight in plan.weights}
-    assert "3: its collective would cost more than it saves" in reasons["C"]
-    assert "2: too little to gain" in reasons["E"]
+    assert "axis of 3: its collective would cost more than it saves" in reasons["C"]
+    assert "axis of 2: splitting it would save too little" in reasons["E"]
 
 
 def test_what_a_dropped_axis_displaced_is_split(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Fuses the norms of all parts of a Split to one norm with a row of weights for each part.
+"""Fuses the norms of all parts of a Split to one norm of the whole, with a row of weights for each part.
 
-Stable LM 2 has norms of queries and keys with weights for each head: one small norm a head. Ranks can't share the norms
-of single heads, but can share one norm of all heads.
+Stable LM 2 normalizes queries and keys with different weights for each head: exporters write a Split into heads, and a
+norm of each. Tensor parallelism can't shard these, but can shard one norm along its axis of heads.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import OPERATORS, before_turn
+from splitc.compiler.fusion.norm import OPERATORS, before_transpose
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import settings_of
 from splitc.runtime.arrays.array import Array
 
-# Operators by which weights, and a bias, come to what is normed. On a core 32 norms of 64 numbers took 22 us for a
-# token, and this takes 5; for 512 tokens it takes 1.04 times as long, and a norm that has all weights itself 2.5 times.
+# Operators that apply weights, and a bias, after the norm. On a CPU core 32 norms of 64 numbers took 22 us for a token,
+# and this takes 5. For 512 tokens it takes 1.04 times as long as they, and one norm of [heads, size] weights 2.5 times.
 APPLIED = ("Mul", "Add")
 
 
 @dataclass(frozen=True)
-class PartedNorms:
-    """The `norms` of all parts of a Split, in order, and the Concat of their results."""
+class SplitNorms:
+    """A Split, the `norms` of its parts in order, and the `output` of the Concat of their results."""
 
     split: ir.Node
     norms: tuple[ir.Node, ...]
@@ -40,14 +40,14 @@ class PartedNorms:
 
     @property
     def data(self) -> ir.Value:
-        """What is split."""
+        """The input of the Split."""
         data = self.split.inputs[0]
         assert data is not None, "a Split has data"
         return data
 
 
-def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
-    """The norms that a node concatenates; None if it concatenates anything else."""
+def find_split_norms(concat: ir.Node) -> SplitNorms | None:
+    """The norms whose results a Concat joins; None if it joins anything else."""
     if not is_onnx(concat, "Concat") or len(concat.inputs) < 2:
         return None
     norms = [None if value is None else value.producer() for value in concat.inputs]
@@ -60,7 +60,7 @@ def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
         return None
     if [norm.inputs[0] for norm in alike] != list(split.outputs):
         return None
-    return PartedNorms(split, tuple(alike), concat.outputs[0])
+    return SplitNorms(split, tuple(alike), concat.outputs[0])
 
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
@@ -71,17 +71,17 @@ def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
     return is_same and given and is_read_once and not any(value.uses() for value in norm.outputs[1:])
 
 
-def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> None:
+def write_split_norms(group: SplitNorms, editor: Editor, sizes: Sizes) -> None:
     """Replace the norms by one, in place.
 
-    Raises NotFusedError if one norm can't express them; then nothing is changed.
+    Raises NotFusedError if one norm can't compute the same; then nothing is changed.
     """
-    at, first = producer_of(parted.output), parted.norms[0]
-    axes, columns = sizes.axes(parted.data), [sizes.axes(part) for part in parted.split.outputs]
+    at, first = producer_of(group.output), group.norms[0]
+    axes, columns = sizes.axes(group.data), [sizes.axes(part) for part in group.split.outputs]
     if axes is None or any(own is None for own in columns):
         raise NotFusedError("the sizes of its parts are not known")
     rank = len(axes)
-    along = parted.split.attributes.get_int("axis", 0) % rank
+    along = group.split.attributes.get_int("axis", 0) % rank
     if at.attributes.get_int("axis", 0) % rank != along or along == rank - 1:
         raise NotFusedError("its parts are concatenated along another axis than they are split, or along the last")
     if first.attributes.get_int("axis", -1) not in (-1, rank - 1):
@@ -89,22 +89,22 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
     counts = [count for own in columns if own is not None and (count := own[along].fixed) is not None]
     if len(counts) < len(columns):
         raise NotFusedError("the sizes of its parts are dynamic")
-    rows = [_rows(parted, number, counts, along, rank) for number in range(1, len(first.inputs))]
-    work = Writer.of(parted.output, (), editor, sizes)
+    rows = [_rows(group, number, counts, along, rank) for number in range(1, len(first.inputs))]
+    work = Writer.of(group.output, (), editor, sizes)
     ones = editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
-    before = before_turn(parted.data, rank, sizes)
+    before = before_transpose(group.data, rank, sizes)
     data, own = before.value, work.axes(before.value)
     made = work.add("norm", first.op_type, [data, ones], data, own, first.domain, **settings_of(first))
     for operator, row in zip(APPLIED, rows, strict=False):
-        turned = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
-        made = work.add(operator.lower(), operator, [made, editor.constant(turned)], data, own)
-    work.take_place(work.ordered(Operand(made, before.axes), "norm_turned"), parted.output)
+        transposed = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
+        made = work.add(operator.lower(), operator, [made, editor.constant(transposed)], data, own)
+    work.take_place(work.transpose(Operand(made, before.axes), "norm_turned"), group.output)
 
 
-def _rows(parted: PartedNorms, number: int, counts: Sequence[int], along: int, rank: int) -> Array:
-    """The weights of all norms: a row for each part, along that axis of the data."""
+def _rows(group: SplitNorms, number: int, counts: Sequence[int], along: int, rank: int) -> Array:
+    """The weights, or biases, of all norms: a row for each part, `along` that axis of the data."""
     rows = []
-    for norm, count in zip(parted.norms, counts, strict=True):
+    for norm, count in zip(group.norms, counts, strict=True):
         value = norm.inputs[number]
         if value is None or value.const_value is None or len(value.const_value.shape) != 1 or source_of(value):
             raise NotFusedError("its weights are not one constant row")
