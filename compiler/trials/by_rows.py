@@ -24,7 +24,7 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.tools.compare import compare
 
 # The most elements of an input: a plan reads no large weights. A choice: a second in ONNX Runtime.
-MOST_ELEMENTS = 1 << 24
+MOST_ELEMENTS = 1 << 26
 
 
 def holds_by_rows(

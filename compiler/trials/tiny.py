@@ -146,10 +146,12 @@ class _Maker:
         own = _units(form, sizing.units)
         known = form.planned if sizing.planned else {}
         sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
+        windows = {atom: sizes[atom] for axis in form.operation.windows for atom in ax.atoms(axis) if atom in sizes}
+        least = max([5, *windows.values()])
         large = sorted({size for size in sizes.values() if size > sizing.largest})
-        sizes = {atom: 5 + large.index(size) if size in large else size for atom, size in sizes.items()}
+        sizes = {atom: least + large.index(size) if size in large else size for atom, size in sizes.items()} | windows
         if sizing.few:
-            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own})
+            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own}) | windows
         if sizing.single and form.operation.inputs[0]:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
         sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}

@@ -15,6 +15,7 @@ from models.llama import Size
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Operation
@@ -210,14 +211,24 @@ def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch
 
 
 def test_large_kernels_of_large_images_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vision transformer's patches. Both sizes are replaced by small ones, and the attribute with the kernel's."""
-    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 12)
+    """A vision transformer's patches. Trials have smaller images, but the same kernels: attributes and padding fit."""
+    kernels: set[tuple[int, ...]] = set()
+
+    def recorded(*arguments: Any) -> TinyModel:
+        made = tiny_model(*arguments)
+        weights = [node.inputs[1] for node in made.nodes if node.op_type == "Conv"]
+        kernels.update(shape_of(weight)[2:] for weight in weights)
+        return made
+
+    monkeypatch.setattr(running, "tiny_model", recorded)
+    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 14)
     b = Block()
-    image = b.data("x", (1, 3, 42, 42), ["n", 3, 42, 42])
+    image = b.data("x", (1, 3, 84, 84), ["n", 3, 84, 84])
     patches = b.op("Conv", image, b.w("P", INNER, 3, 14, 14), kernel_shape=[14, 14], strides=[14, 14])
     made = b.op("MatMul", b.op("Transpose", b.op("Relu", patches), perm=[0, 2, 3, 1]), b.w("B", INNER, HIDDEN))
-    b.give(softmax(b, made), shape=["n", 3, 3, HIDDEN])
+    b.give(softmax(b, made), shape=["n", 6, 6, HIDDEN])
     check_split(b, tmp_path, "PB", shares=((3, 1),))
+    assert kernels == {(14, 14)}
 
 
 def test_nodes_of_bfloat16_are_tried(tmp_path: Path) -> None:
