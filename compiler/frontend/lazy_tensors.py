@@ -66,8 +66,11 @@ def read_alone(tensor: ir.TensorProtocol) -> Array:
 
 
 def take(array: Array, places: Mapping[int, Indices]) -> Array:
-    """An array's elements at some indices. `places` has the indices by axis."""
-    for number, place in places.items():
+    """An array's elements at some indices. `places` has the indices by axis.
+
+    Slices come first: they copy nothing, and others copy all that is left.
+    """
+    for number, place in sorted(places.items(), key=lambda item: not isinstance(item[1], slice)):
         array = _take(array, number, place)
     return array
 

@@ -128,7 +128,7 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     op.relate(kernel[0], (*groups, *outer))
     op.relate(output[1], (*groups, *outer))
     op.free([inner])
-    op.attributes["group"] = [groups]
+    op.attributes["group"], op.windows = [groups], kernel[2:]
     for number in of_channels:
         if op.has(number) and len(op.input(number)) == 1 and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
             op.relate(op.input(number)[0], output[1])
@@ -164,7 +164,7 @@ def transposed_convolution(op: Operation) -> None:
     op.relate(output[1], (*groups, *outer))
     op.free([outer])
     op.contracted = inner
-    op.attributes["group"] = [groups]
+    op.attributes["group"], op.windows = [groups], kernel[2:]
     if op.has(2):
         op.relate(op.input(2)[0], output[1])
         op.add_on_one_rank = frozenset([2])

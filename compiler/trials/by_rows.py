@@ -6,6 +6,7 @@ another length than its rule says. Here such bounds are the model's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,6 +23,9 @@ from splitc.compiler.trials.made_up import made_up
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.tools.compare import compare
 
+# The most elements of an input: a plan reads no large weights. A choice: a second in ONNX Runtime.
+MOST_ELEMENTS = 1 << 26
+
 
 def holds_by_rows(
     operation: Operation, rows: Factor, shapes: Mapping[str, Shape], values: Mapping[ir.Value, Array]
@@ -32,7 +36,7 @@ def holds_by_rows(
     """
     node = operation.node
     places = [_place(axes, rows) for axes in (*operation.inputs, *operation.outputs)]
-    if holds_graphs(node) or -1 in places:
+    if holds_graphs(node) or -1 in places or any(map(_is_large, operation.inputs)):
         return False
     taken, given = places[: len(node.inputs)], places[len(node.inputs) :]
     kept = [value is None or value.const_value is not None for value in node.inputs]
@@ -67,6 +71,10 @@ def _place(axes: Axes, rows: Factor) -> int | None:
         return None
     alone = len(along) == 1 and ax.leaves((axes or ())[along[0]]) == [rows]
     return along[0] if alone else -1
+
+
+def _is_large(axes: Axes) -> bool:
+    return math.prod(map(ax.size_of, axes or ())) > MOST_ELEMENTS
 
 
 def _made_up(operation: Operation, number: int, shapes: Mapping[str, Shape]) -> Array:

@@ -37,6 +37,10 @@ EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
+# ONNX Runtime's CPU provider, which tries nodes, has hardly any kernel for bfloat16. Axes are the same in float32.
+NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+# The attributes that name the type of a result.
+OF_TYPES = ("to", "dtype", "output_dtype")
 # With `few`: the most elements along all axes that are not sharded. A choice: six axes of two.
 FEW = 1 << 6
 
@@ -142,10 +146,12 @@ class _Maker:
         own = _units(form, sizing.units)
         known = form.planned if sizing.planned else {}
         sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
+        windows = {atom: sizes[atom] for axis in form.operation.windows for atom in ax.atoms(axis) if atom in sizes}
+        least = max([5, *windows.values()])
         large = sorted({size for size in sizes.values() if size > sizing.largest})
-        sizes = {atom: 5 + large.index(size) if size in large else size for atom, size in sizes.items()}
+        sizes = {atom: least + large.index(size) if size in large else size for atom, size in sizes.items()} | windows
         if sizing.few:
-            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own})
+            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own}) | windows
         if sizing.single and form.operation.inputs[0]:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
         sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
@@ -164,11 +170,11 @@ class _Maker:
             node.op_type,
             [self._input(number) for number in range(len(node.inputs))],
             [
-                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else attribute
+                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else _widened(attribute)
                 for name, attribute in node.attributes.items()
             ],
             outputs=[
-                ir.Value(name=f"{self._name}_o{n}" if is_tried(value, axes) else "", type=value.type)
+                ir.Value(name=f"{self._name}_o{n}" if is_tried(value, axes) else "", type=_wide_type(value))
                 for n, (value, axes) in enumerate(zip(node.outputs, self.made.outputs, strict=True))
             ],
             name=self._name,
@@ -215,17 +221,14 @@ class _Maker:
             axes = self.made.inputs[number]
             if axes is None or value.dtype is None:
                 raise CannotTryError(self._number, f"the shape or the type of its input {number} is not known")
-            shape = tuple(map(ax.size_of, axes))
+            shape, kind = tuple(map(ax.size_of, axes)), _wide_type(value)
+            dtype = value.dtype if kind is None else kind.dtype
             is_sum = number in self._form.partial
-            array = (
-                made_up_sum(shape, value.dtype, self._name)
-                if is_sum
-                else self._array(operation, number, shape, value.dtype)
-            )
+            array = made_up_sum(shape, dtype, self._name) if is_sum else self._array(operation, number, shape, dtype)
             name = f"{self._name}_i{number}"
-            self.values[key] = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
+            self.values[key] = ir.Value(name=name, shape=ir.Shape(array.shape), type=kind)
             if value.is_initializer():
-                self.values[key].const_value = _tensor(array, value.dtype, name)
+                self.values[key].const_value = _tensor(array, dtype, name)
             else:
                 self.feeds[name] = array
                 if is_sum:
@@ -252,6 +255,15 @@ class _Maker:
                 [n if entry is None else entry for entry, n in zip(mixed, others, strict=True)], dtype.numpy()
             )
         return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _wide_type(value: ir.Value) -> ir.TypeProtocol | None:
+    """The type that a value has in a trial."""
+    return ir.TensorType(WIDE) if value.type == ir.TensorType(NARROW) else value.type
+
+
+def _widened(attribute: ir.Attr) -> ir.Attr:
+    return ir.AttrInt64(attribute.name, WIDE) if attribute.name in OF_TYPES and attribute.value == NARROW else attribute
 
 
 def _has_example(operation: Operation, number: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 
 from splitc.compiler.frontend.lazy_tensors import Indices, take
@@ -25,3 +27,13 @@ def check(random: np.random.Generator) -> None:
             places[number] = place
             expected = expected[(slice(None),) * number + (place,)]
     np.testing.assert_array_equal(take(array, places), expected, strict=True)
+
+
+def test_indices_are_taken_from_the_slice_alone() -> None:
+    """Weights are written in pieces of rows: columns of all rows for each piece would be copied in vain."""
+    array = np.ones((1 << 12, 1 << 8))
+    tracemalloc.start()
+    assert take(array, {1: np.array([*range(50), *range(100, 150)]), 0: slice(7, 9)}).shape == (2, 100)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 16

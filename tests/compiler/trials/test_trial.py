@@ -15,10 +15,12 @@ from models.llama import Size
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.operators import registry
+from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule
-from splitc.compiler.trials import running, tiny, trial
+from splitc.compiler.trials import by_rows, running, tiny, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
 from splitc.compiler.trials.tiny import TinyModel, tiny_model
@@ -206,3 +208,48 @@ def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch
     made = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER))), b.w("B", INNER, HIDDEN))
     b.give(softmax(b, made), shape=["n", *shape[1:]])
     check_split(b, tmp_path, "AB", shares=((3, 1),))
+
+
+def test_large_kernels_of_large_images_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vision transformer's patches. Trials have smaller images, but the same kernels: attributes and padding fit."""
+    kernels: set[tuple[int, ...]] = set()
+
+    def recorded(*arguments: Any) -> TinyModel:
+        made = tiny_model(*arguments)
+        weights = [node.inputs[1] for node in made.nodes if node.op_type == "Conv"]
+        kernels.update(shape_of(weight)[2:] for weight in weights)
+        return made
+
+    monkeypatch.setattr(running, "tiny_model", recorded)
+    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 14)
+    b = Block()
+    image = b.data("x", (1, 3, 84, 84), ["n", 3, 84, 84])
+    patches = b.op("Conv", image, b.w("P", INNER, 3, 14, 14), kernel_shape=[14, 14], strides=[14, 14])
+    made = b.op("MatMul", b.op("Transpose", b.op("Relu", patches), perm=[0, 2, 3, 1]), b.w("B", INNER, HIDDEN))
+    b.give(softmax(b, made), shape=["n", 6, 6, HIDDEN])
+    check_split(b, tmp_path, "PB", shares=((3, 1),))
+    assert kernels == {(14, 14)}
+
+
+def test_nodes_of_bfloat16_are_tried(tmp_path: Path) -> None:
+    """ONNX Runtime's CPU provider has no MatMul for them."""
+    b = Block()
+    x = b.op("Cast", softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN])), to=ir.DataType.BFLOAT16)
+    for name, rows, columns in (("A", HIDDEN, INNER), ("B", INNER, HIDDEN)):
+        x = b.op("MatMul", x, b.op("Cast", b.w(name, rows, columns), to=ir.DataType.BFLOAT16))
+    b.give(softmax(b, b.op("Cast", x, to=FLOAT)))
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", shapes={"x": (2, 5, HIDDEN)}))
+    assert {weight.name: weight.reason for weight in plan.weights} == {"A": None, "B": None}
+
+
+def test_large_weights_are_not_read_to_try_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_rows, "MOST_ELEMENTS", 1 << 6)
+    runs: list[Any] = []
+    monkeypatch.setattr(by_rows, "run_alone", lambda *_: runs.append(1))
+    rows, inner, columns = ((Factor(size),) for size in (4, 10, 100))
+    weight = ir.Value(name="A", const_value=ir.tensor(np.ones((10, 100), np.float32)))
+    node = ir.Node("", "MatMul", [ir.Value(name="x", type=ir.TensorType(FLOAT)), weight])
+    operation = Operation(node, [(rows, inner), (inner, columns)], [(rows, columns)], [None, None])
+    by_rows.holds_by_rows(operation, rows[0], {"x": (4, 10)}, {})
+    assert not runs
