@@ -20,6 +20,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
+from splitc.compiler.fusion.kernels import HALVES, SINGLES
 
 DOMAIN = "com.microsoft"
 OPERATORS = {
@@ -45,7 +46,7 @@ class _Addition:
 
 
 def fuse_skips(graph: ir.Graph) -> None:
-    """Replace each norm of a float16 sum, and the Add, by one operator, in place.
+    """Replace each norm of a sum of float16 or float32, and the Add, by one operator, in place.
 
     An Add of a bias before them is included: it stays in the graph without readers.
     """
@@ -85,7 +86,7 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
     weights = [known_shape(value) for value in norm.inputs[1:] if value is not None]
     if node is None or shape is None or not weights:
         return None
-    if described(total).dtype != ir.DataType.FLOAT16 or len(shape) not in (2, 3):
+    if described(total).dtype not in HALVES | SINGLES or len(shape) not in (2, 3):
         return None
     if not isinstance(shape[-1], int) or not 0 < shape[-1] <= LONGEST:
         return None

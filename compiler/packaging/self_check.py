@@ -59,6 +59,10 @@ class Verdict:
     text: str
 
 
+class _NoKernelError(Exception):
+    """A package for GPUs has a node without a CPU kernel, and is checked on CPU devices."""
+
+
 def check_loads(package: Path, manifest: Manifest) -> None:
     """Raise ModelError unless ONNX Runtime loads each of the package's ONNX files.
 
@@ -111,8 +115,12 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             tried = "its engines were loaded" if plan.replicas is None else "nodes were tried alone, on shards of rows"
             return Verdict(True, f"the model is too large to be compared whole: {tried}")
         return _check_blocks(plan.written, package, max(limit, host_memory()[1] // BLOCK_SHARE))
+    try:
+        opened = _open_package(plan, package)
+    except _NoKernelError as error:
+        return Verdict(False, f"{error}; compare it where its GPUs are: splitc check")
     with (
-        _open_package(plan, package) as session,
+        opened as session,
         unsplit_file(plan.analysis) as (path, trusts_data),
     ):
         with _open_model(plan, session, path, trusts_data) as whole:
@@ -135,8 +143,10 @@ def _open_package(plan: Plan, package: Path) -> Session:
     """A session on the package. Its engines were just built here, so they may contain host code."""
     try:
         return Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True)
-    except PackageError:
+    except PackageError as error:
         check_loads(package, read_manifest(package))  # which says more
+        if isinstance(error.__cause__, ort_errors.NotImplemented):
+            raise _NoKernelError(f"this machine's CPU devices can't run it: {error.__cause__}") from error
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,6 +39,9 @@ LATE = """e{n} = MatMul (x{n}, u)  p{n} = MatMul (e{n}, d)  s{n} = Add (x{n}, p{
 NEWER = ROOT.replace("SimplifiedLayer", "RMS")
 
 
+NUMBERS: dict[str, Any] = {"float16": np.float16, "float": np.float32, "double": np.float64}
+
+
 def written(block: str, count: int = 3, other: str = "batch, length", dtype: str = "float16") -> onnx.ModelProto:
     body = "".join(block.format(n=number, next=number + 1) for number in range(count))
     head = f"g ({dtype}[batch, length, {SIZE}] x0, {dtype}[{other}, {SIZE}] z) => ({dtype}[batch, length, {SIZE}] y)"
@@ -53,7 +57,7 @@ def written(block: str, count: int = 3, other: str = "batch, length", dtype: str
         "scale": (SIZE,),
         "shift": (SIZE,),
     }.items():
-        array = random.standard_normal(shape).astype(np.float16 if dtype == "float16" else np.float32) / 8
+        array = random.standard_normal(shape).astype(NUMBERS[dtype]) / 8
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model
 
@@ -70,6 +74,7 @@ def engines(model: onnx.ModelProto, folder: Path, devices: list[str], mode: str 
     return folder / "package", [name for graph in graphs for name in operators(graph)]
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("float", 1e-5)])
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 @pytest.mark.parametrize(
     ("block", "skip"),
@@ -80,19 +85,23 @@ def engines(model: onnx.ModelProto, folder: Path, devices: list[str], mode: str 
         (NEWER, "SkipSimplifiedLayerNormalization"),
     ],
 )
-def test_packages_for_gpus_add_and_norm_at_once(tmp_path: Path, block: str, skip: str, mode: str) -> None:
-    model = written(block)
+def test_packages_for_gpus_add_and_norm_at_once(
+    tmp_path: Path, block: str, skip: str, mode: str, dtype: str, tolerance: float
+) -> None:
+    model = written(block, dtype=dtype)
     package, made = engines(model, tmp_path, ["cuda0", "cuda1"], mode)
     ranks = 1 if mode == "layer" else 2
     assert made.count(f"com.microsoft.{skip}") == 3 * ranks
     if mode == "layer" and block is BLOCK:
         assert made.count("Add") == 4, "the biases are added by the operator too"
     random = np.random.default_rng(1)
-    inputs = {name: random.standard_normal((3, 5, SIZE)).astype(np.float16) for name in ("x0", "z")}
+    inputs = {name: random.standard_normal((3, 5, SIZE)).astype(NUMBERS[dtype]) for name in ("x0", "z")}
     with Session(package, devices=["cpu0", "cpu1"]) as session:
         outputs = session.run(inputs)
     expected = run_whole(tmp_path / "model.onnx", inputs)
-    np.testing.assert_allclose(outputs["y"].astype(np.float32), expected["y"].astype(np.float32), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(
+        outputs["y"].astype(np.float32), expected["y"].astype(np.float32), rtol=0, atol=tolerance
+    )
 
 
 BROADCAST = "t{n} = Add (x{n}, z)  x{next} = LayerNormalization <axis = -1> (t{n}, scale, shift)\n"
@@ -103,11 +112,11 @@ ALONG = "t{n} = Add (x{n}, x{n})  x{next} = LayerNormalization <axis = -1> (t{n}
     ("model", "devices"),
     [
         (written(BLOCK), ["cpu0", "cpu1"]),
-        (written(BLOCK, dtype="float"), ["cuda0", "cuda1"]),
+        (written(BLOCK, dtype="double"), ["cuda0", "cuda1"]),
         (written(BROADCAST, other="1, length"), ["cuda0"]),
         (written(ALONG), ["cuda0"]),
     ],
-    ids=["on CPU devices", "single precision", "a sum of other sizes", "twice the same"],
+    ids=["on CPU devices", "double precision", "a sum of other sizes", "twice the same"],
 )
 def test_other_norms_stay(tmp_path: Path, model: onnx.ModelProto, devices: list[str]) -> None:
     _, made = engines(model, tmp_path, devices)

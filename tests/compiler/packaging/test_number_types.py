@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,27 @@ def test_states_may_be_of_any_type(tmp_path: Path) -> None:
     with Session(tmp_path / "package") as session, session.start() as sequence:
         sums = [sequence.run({"x": np.ones((1, 4), np.float32)})["y"][0, 0] for _ in range(3)]
     assert sums == [1, 2, 3]
+
+
+def test_package_for_gpus_that_cpus_can_not_run_is_unverified(
+    write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """ONNX Runtime has no CPU kernels for bfloat16. The package may run on GPUs."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (bfloat16[n, 4] x, bool[n, 1] mask) => (bfloat16[n, 4] y) {
+            product = MatMul (x, w)
+            y = Where (mask, product, x)
+        }"""
+    )
+    made = onnx.load(model)
+    weight = onnx.helper.make_tensor("w", onnx.TensorProto.BFLOAT16, [4, 4], bytes(32), raw=True)
+    made.graph.initializer.append(weight)
+    onnx.save(made, model)
+    warnings: list[str] = []
+    compile_model(plan_model(model, ["cuda0"], Request(memory=("1GiB",))), tmp_path / "package", warn=warnings.append)
+    assert (tmp_path / "package" / "manifest.json").is_file()
+    (warning,) = warnings
+    assert warning.startswith("the package is unverified: this machine's CPU devices can't run it: [ONNXRuntimeError]")
+    assert "NOT_IMPLEMENTED" in warning and warning.endswith("compare it where its GPUs are: splitc check")
+    with pytest.raises(ModelError, match="ONNX Runtime can't load"):
+        compile_model(plan_model(model, ["cpu0"], Request()), tmp_path / "other")
