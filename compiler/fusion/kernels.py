@@ -59,7 +59,7 @@ HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT
 # ONNX's own Attention is slower than MultiHeadAttention: on an H200, a step of Flux takes 79 ms instead of 70, and
 # one of SDXL, with heads of 64, 469 ms instead of 48.5. Caches of attention with a softcap were not measured. They
 # are in place because only then tokens can be replayed. GroupQueryAttention has no CUDA kernel in single precision, so
-# it is decomposed again, with the cache in place (lowering/written_attention.py): a token of 8 layers of 2,048 takes
+# it is decomposed again, with the cache in place (lowering/decomposed_attention.py): a token of 8 layers of 2,048 takes
 # 2.1 ms on an H200, and 4.4 with a concatenated cache.
 ON_GPUS = Gains(
     HALVES,

@@ -20,8 +20,8 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, Placement, Read, place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.older_opset import use_older_opset
-from splitc.compiler.lowering.written_attention import write_out_attention
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -69,9 +69,9 @@ def _serves_host(node: ir.Node, placement: Placement) -> bool:
     return any(use not in on_gpu and (use[1] in host_inputs(use[0]) or _serves_host(use[0], placement)) for use in uses)
 
 
-def write_out(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
     """Decompose attention that has no CUDA kernel, in place, and move its sizes as `keep_on_gpu` does."""
-    if write_out_attention(graph):
+    if decompose_attention(graph):
         keep_on_gpu(graph, opset, shapes)
 
 
@@ -79,7 +79,7 @@ def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -
     """Why engines of this graph can't be captured on GPUs, after all rewrites; "" if they can."""
     engine = graph.clone()
     keep_on_gpu(engine, opset, shapes)
-    write_out(engine, opset, shapes)
+    decompose_for_gpus(engine, opset, shapes)
     return why_not_captured(engine)
 
 

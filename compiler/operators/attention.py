@@ -249,7 +249,7 @@ OPERATORS = (
         crashes_empty=(0,),
         scratch=scratch.group_query_attention,
         half_scratch=scratch.half_group_query_attention,
-        single_scratch=scratch.written_attention,
+        single_scratch=scratch.decomposed_attention,
     ),
     _attention(
         "com.microsoft.MultiHeadAttention",

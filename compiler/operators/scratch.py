@@ -267,11 +267,11 @@ def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
 
 def half_group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """No scratch if there is a CUDA kernel; else that of decomposed attention."""
-    return () if has_gpu_kernel(node, node.outputs[0].dtype) else written_attention(node, inputs, outputs)
+    return () if has_gpu_kernel(node, node.outputs[0].dtype) else decomposed_attention(node, inputs, outputs)
 
 
-def written_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """The scratch of attention that is decomposed on GPUs (lowering/written_attention.py).
+def decomposed_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The scratch of attention that is decomposed on GPUs (lowering/decomposed_attention.py).
 
     Queries, keys and values by heads; the indices of keys, as int64; the scores twice; and for prompts the filled rows
     of both caches.

@@ -19,7 +19,7 @@ from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
-from splitc.compiler.lowering.gpu_sizes import keep_on_gpu, write_out
+from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus, keep_on_gpu
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.builder import find_builder
@@ -247,7 +247,7 @@ def _write_rank(
     model, forms = plan.analysis.graph.model, {**graphs, **adapted, **unmasked}
     if on_gpu:  # after masks were left out, which only the operator shows
         for graph in forms.values():
-            write_out(graph, model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
+            decompose_for_gpus(graph, model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
     pairs = zip(entries, graphs.values(), strict=True)
     entries = [msgspec.structs.replace(entry, **written_entry(graph, on_gpu)) for entry, graph in pairs]
     weights = write_graphs(forms, model, writer, link, known)

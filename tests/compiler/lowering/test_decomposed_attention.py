@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler.lowering.cpu_values import why_not_captured
-from splitc.compiler.lowering.gpu_sizes import write_out
+from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus
 from tests.conftest import Array, Arrays
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -78,9 +78,9 @@ def outputs(model: ir.Model, feeds: Arrays) -> list[Array]:
     return session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})  # type: ignore[no-any-return]
 
 
-def written(model: ir.Model) -> ir.Model:
+def decomposed(model: ir.Model) -> ir.Model:
     """The model as engines for GPUs have it: replayable, without the operator."""
-    write_out(model.graph, 18, {})
+    decompose_for_gpus(model.graph, 18, {})
     assert not any(node.op_type == "GroupQueryAttention" for node in model.graph)
     assert why_not_captured(model.graph) == ""
     return model
@@ -109,7 +109,7 @@ def test_results_are_those_of_the_operator(
 ) -> None:
     feeds = request(rows, new, before, room, packed)
     expected = outputs(attention(attributes, packed, more), feeds)
-    actual = outputs(written(attention(attributes, packed, more)), feeds)
+    actual = outputs(decomposed(attention(attributes, packed, more)), feeds)
     after = before + new
     for ours, theirs in zip(actual, expected, strict=True):
         ours, theirs = (array if array.ndim == 3 else array[:, :, :after] for array in (ours, theirs))
@@ -123,7 +123,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own(rows: list[int], new: int, be
     """A prompt is padded behind its tokens; what follows is written behind these."""
     feeds = request(rows, new, before, max(room, before))
     expected, actual = (
-        outputs(make(attention("do_rotary = 1", more=ROTARY)), feeds) for make in (lambda model: model, written)
+        outputs(make(attention("do_rotary = 1", more=ROTARY)), feeds) for make in (lambda model: model, decomposed)
     )
     for row, filled in enumerate(rows):
         tokens = min(new, filled)
@@ -141,7 +141,7 @@ def test_caches_that_hold_a_window_evict_rows(new: int, before: int, packed: boo
     kept = f"do_rotary = 1, local_window_size = {WINDOW}, sliding_window_cache = 1"
     feeds = request([before + new], new, before, WINDOW, packed)
     expected = outputs(attention(kept, packed, ROTARY, WINDOW), feeds)
-    actual = outputs(written(attention(kept, packed, ROTARY, WINDOW)), feeds)
+    actual = outputs(decomposed(attention(kept, packed, ROTARY, WINDOW)), feeds)
     filled = min(WINDOW, before + new)
     assert not actual[1][:, :, filled:].any()  # the operator leaves them as its memory was
     for ours, theirs in zip(actual, expected, strict=True):
@@ -152,22 +152,24 @@ def test_caches_that_hold_a_window_evict_rows(new: int, before: int, packed: boo
 def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
     kept = f"local_window_size = {WINDOW}, sliding_window_cache = 1"
     feeds = request([9, 5], 1, 8, WINDOW)
-    expected, actual = (outputs(make(attention(kept, window=WINDOW)), feeds) for make in (lambda model: model, written))
+    expected, actual = (
+        outputs(make(attention(kept, window=WINDOW)), feeds) for make in (lambda model: model, decomposed)
+    )
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(actual[1:], expected[1:], strict=True):
         for row, filled in ((0, WINDOW), (1, 5)):
             np.testing.assert_allclose(ours[row, :, :filled], theirs[row, :, :filled], rtol=1e-5, atol=1e-6)
 
 
-def test_sinks_beside_a_mask_are_written_out_in_half_precision_too() -> None:
+def test_sinks_beside_a_mask_are_decomposed_in_half_precision_too() -> None:
     """Kernels that know sinks take no mask."""
     model, feeds = attention("causal = 1", more=", , , , bias, sinks"), request([9], 1, 8, 16)
     halves = ir.from_onnx_text(ir.to_onnx_text(model).replace("float[", "float16["))
     small = {name: array.astype(np.float16) if array.dtype == np.float32 else array for name, array in feeds.items()}
-    for ours, theirs in zip(outputs(written(halves), small), outputs(model, feeds), strict=True):
+    for ours, theirs in zip(outputs(decomposed(halves), small), outputs(model, feeds), strict=True):
         assert ours.dtype == np.float16
         ours, theirs = (array if array.ndim == 3 else array[:, :, :9] for array in (ours, theirs))
         np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=1e-2, atol=5e-3)
     whole = ir.from_onnx_text(ir.to_onnx_text(attention("causal = 1")).replace("float[", "float16["))
-    write_out(whole.graph, 18, {})
+    decompose_for_gpus(whole.graph, 18, {})
     assert any(node.op_type == "GroupQueryAttention" for node in whole.graph)

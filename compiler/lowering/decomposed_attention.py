@@ -43,7 +43,7 @@ KNOWN = frozenset(
 WINDOWED = "sliding_window_cache"
 
 
-def write_out_attention(graph: ir.Graph) -> bool:
+def decompose_attention(graph: ir.Graph) -> bool:
     """Decompose each GroupQueryAttention that has no CUDA kernel, in place, unless it has an unsupported attribute.
 
     Returns whether any was decomposed.
@@ -56,7 +56,7 @@ def write_out_attention(graph: ir.Graph) -> bool:
             continue
         size = _size_of(node)
         if size is not None:
-            nodes = Nodes(f"{node.outputs[0].name}/written", editor)
+            nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
             kind = WindowRows if _holds_window(node) else Rows
             shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
             rows = kind(Attention(node), size, nodes, shared)
