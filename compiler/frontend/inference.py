@@ -212,6 +212,13 @@ def add_types(model: ir.Model) -> None:
             value.type = None
 
 
+def shapes_by_onnx(model: ir.Model) -> dict[str | None, ir.Shape]:
+    """The shapes of values by name, as far as ONNX's own inference finds them without those of dynamic inputs."""
+    graph = inferred_by_onnx(model.clone()).graph
+    values = chain(graph.inputs, graph.initializers.values(), (value for node in graph for value in node.outputs))
+    return {value.name: value.shape for value in values if value.shape is not None}
+
+
 def inferred_by_onnx(model: ir.Model) -> ir.Model:
     """The model with the shapes and types of ONNX's own inference. The argument is changed: long weights become inputs.
 

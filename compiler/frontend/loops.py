@@ -16,9 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, source_through
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.frontend.reads import all_nodes, subgraphs
 from splitc.compiler.nodes import unused_name
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
@@ -85,10 +85,8 @@ def _repeated(node: ir.Node) -> _Repeated | None:
 def _goes_on(loop: ir.Node) -> bool:
     """Whether no condition ends a Loop."""
     body = loop.attributes["body"].as_graph()
-    goes_on: ir.Value | None = body.outputs[0]
-    while (same := made_by(goes_on, "Identity")) is not None:
-        goes_on = same.inputs[0]
-    return _is_true(loop.inputs[1]) and (goes_on is body.inputs[1] or (goes_on is not None and _is_true(goes_on)))
+    goes_on = source_through(body.outputs[0], "Identity")
+    return _is_true(loop.inputs[1]) and (goes_on is body.inputs[1] or _is_true(goes_on))
 
 
 def _is_true(condition: ir.Value | None) -> bool:
@@ -180,5 +178,4 @@ class _Unrolling:
 
 def _inside(node: ir.Node) -> list[ir.Node]:
     """The nodes of a node's subgraphs, at any depth."""
-    graphs = [one.as_graph() for one in node.attributes.values() if one.type == ir.AttributeType.GRAPH]
-    return [inner for graph in graphs for inner in graph.all_nodes()]
+    return [inner for graph in subgraphs(node) for inner in graph.all_nodes()]

@@ -27,6 +27,13 @@ def value_before(value: ir.Value | None, *operators: str) -> ir.Value | None:
     return None if node is None else node.inputs[0]
 
 
+def source_through(value: ir.Value, *operators: str) -> ir.Value:
+    """The value before any number of these operators, each of which is followed through its first input."""
+    while (source := value_before(value, *operators)) is not None:
+        value = source
+    return value
+
+
 def readers_of(value: ir.Value) -> list[ir.Node]:
     """The nodes that read a value, except Shape nodes."""
     return [node for node in dict.fromkeys(node for node, _ in value.uses()) if node.op_type != "Shape"]

@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import inferred_by_onnx
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by, value_before
+from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by, source_through, value_before
 from splitc.compiler.nodes import unused_name
 
 # The shapes of values that inference finds, by name.
@@ -28,10 +28,7 @@ def reshape_repeats(model: ir.Model) -> None:
     picks = [node for node in model.graph if is_onnx(node, "GatherND") and _mask_of(node) is not None]
     if not picks:
         return
-    graph = inferred_by_onnx(model.clone()).graph
-    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-    shapes = {value.name: value.shape for value in values if value.shape is not None}
-    known, editor = set(model.graph), Editor(model.graph)
+    shapes, known, editor = shapes_by_onnx(model), set(model.graph), Editor(model.graph)
     for node in picks:
         mask = _mask_of(node)
         assert mask is not None
@@ -58,19 +55,13 @@ def _counts_all(mask: ir.Value, shapes: Shapes) -> bool:
     """Whether a mask is true everywhere: numbers from 0 on, below the largest of equal ones, are less than these."""
     less = made_by(mask, "Less")
     counted = None if less is None else made_by(less.inputs[0], "Range")
-    if less is None or counted is None:
+    if less is None or counted is None or counted.inputs[1] is None:
         return False
-    start, limit, step = counted.inputs
-    largest, repeats = made_by(_without_casts(limit), *EXTREMES), value_before(less.inputs[1], "Unsqueeze")
+    start, limit, step = counted.inputs[0], source_through(counted.inputs[1], "Cast", "Identity"), counted.inputs[2]
+    largest, repeats = made_by(limit, *EXTREMES), value_before(less.inputs[1], "Unsqueeze")
     if largest is None or repeats is None or largest.inputs[0] is not repeats:
         return False
     return constant_numbers(start) == [0] and constant_numbers(step) == [1] and _is_equal(repeats, shapes)
-
-
-def _without_casts(value: ir.Value | None) -> ir.Value | None:
-    while (source := value_before(value, "Cast", "Identity")) is not None:
-        value = source
-    return value
 
 
 def _is_equal(value: ir.Value | None, shapes: Shapes) -> bool:

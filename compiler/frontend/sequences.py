@@ -6,12 +6,11 @@ torch's newer exporter writes sequences for split, chunk and unbind, if it does 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import inferred_by_onnx
+from splitc.compiler.frontend.inference import shapes_by_onnx
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import unused_name
@@ -35,7 +34,9 @@ def replace_sequences(model: ir.Model) -> None:
         if is_onnx(node, "SequenceAt", "ConcatFromSequence") and not node.outputs[0].is_graph_output()
     ]
     names = {value.name for node in all_nodes(model.graph) for value in node.outputs} if readers else set()
-    shapes = _shapes(model) if any(made_by(node.inputs[0], "SplitToSequence") for node in readers) else {}
+    has_sizes = model.opset_imports.get("", 0) >= OPSET
+    needs_shapes = has_sizes and any(made_by(node.inputs[0], "SplitToSequence") for node in readers)
+    shapes = shapes_by_onnx(model) if needs_shapes else {}
     editor = Editor(model.graph)
     parts: dict[ir.Value, Sequence[ir.Value]] = {}
     for node in readers:
@@ -49,15 +50,6 @@ def replace_sequences(model: ir.Model) -> None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
             old.replace_all_uses_with(new)
-
-
-def _shapes(model: ir.Model) -> Shapes:
-    """The shapes of values by name, as far as they are known without those of dynamic inputs."""
-    if model.opset_imports.get("", 0) < OPSET:
-        return {}
-    graph = inferred_by_onnx(model.clone()).graph
-    values = chain(graph.inputs, graph.initializers.values(), (value for node in graph for value in node.outputs))
-    return {value.name: value.shape for value in values if value.shape is not None}
 
 
 def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:

@@ -17,7 +17,7 @@ def part_stacks(graph: ir.Graph) -> None:
     """Replace weights that are read one part at a time, each at a fixed place of the first axis, in place."""
     editor = Editor(graph)
     for weight in list(graph.initializers.values()):
-        places = {node: _place(node, weight) for node, _ in weight.uses()}
+        places = {node: _place(node, weight, graph) for node, _ in weight.uses()}
         if weight.is_graph_output() or source_of(weight) is not None or None in places.values():
             continue
         if len(set(places.values())) < 2 or any(node.outputs[0].is_graph_output() for node in places):
@@ -32,19 +32,15 @@ def part_stacks(graph: ir.Graph) -> None:
         del graph.initializers[weight.name or ""]
 
 
-def _place(node: ir.Node, weight: ir.Value) -> int | None:
-    """The place of the first axis of a stack that a Gather picks; None if it reads anything else."""
-    shape, index = tensor_of(weight).shape.numpy(), node.inputs[1] if len(node.inputs) > 1 else None
-    if (
-        not is_onnx(node, "Gather")
-        or node.inputs[0] is not weight
-        or index is weight
-        or index is None
-        or len(shape) < 2
-    ):
+def _place(node: ir.Node, weight: ir.Value, graph: ir.Graph) -> int | None:
+    """The place of a stack's first axis that a Gather of the graph picks; None for other nodes, and in branches."""
+    if not is_onnx(node, "Gather") or node.graph is not graph or node.inputs[0] is not weight:
         return None
+    shape, index = tensor_of(weight).shape.numpy(), node.inputs[1]
     numbers = constant_numbers(index)
-    if numbers is None or tensor_of(index).shape.rank() or node.attributes.get_int("axis", 0) not in (0, -len(shape)):
+    if index is None or numbers is None or tensor_of(index).shape.rank() or len(shape) < 2:
+        return None
+    if node.attributes.get_int("axis", 0) not in (0, -len(shape)):
         return None
     return numbers[0] % shape[0] if -shape[0] <= numbers[0] < shape[0] else None
 

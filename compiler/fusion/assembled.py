@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by, source_through, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
@@ -204,9 +204,7 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment that this one changes the result of, if it is along the same axis."""
     source = traced_back(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
-    data = source.value
-    while (same := value_before(data, "Identity")) is not None:  # exporters make one of two inverse transposes
-        data = same
+    data = source_through(source.value, "Identity")  # exporters make one of two inverse transposes
     node = data.producer() if source.is_value else None
     before = None if node is None else _find_slice(node, sizes, tables)
     return before if before is not None and before.axis == one.axis else None

@@ -10,7 +10,7 @@ import math
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, value_before
+from splitc.compiler.frontend.matching import is_onnx, source_through
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
@@ -109,8 +109,7 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 
 def _hides_nothing(mask: ir.Value) -> bool:
     """Whether a mask is a constant of True only: exporters write one for encoders without a mask."""
-    while (source := value_before(mask, "Expand", "Identity", *VIEWS)) is not None:
-        mask = source
+    mask = source_through(mask, "Expand", "Identity", *VIEWS)
     tensor = None if mask.producer() is not None or source_of(mask) is not None else mask.const_value
     if tensor is None or tensor.dtype != ir.DataType.BOOL or tensor.size > LARGEST:
         return False

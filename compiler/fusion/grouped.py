@@ -18,7 +18,7 @@ from functools import cache
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import value_before
+from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
@@ -160,9 +160,7 @@ def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
 
 def _unrepeated(sinks: ir.Value) -> ir.Value:
     """Attention sinks before their expansion to all rows."""
-    while (source := value_before(sinks, "Expand", *PASSED)) is not None:
-        sinks = source
-    return sinks
+    return source_through(sinks, "Expand", *PASSED)
 
 
 def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Value:

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, source_through, value_before
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import float16_result
 from splitc.compiler.fusion.operand import PASSED, VIEWS
@@ -245,17 +245,12 @@ def _factors(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 def _uncast(value: ir.Value) -> ir.Value:
     """The value before casts."""
-    while (source := value_before(value, "Cast")) is not None:
-        value = source
-    return value
+    return source_through(value, "Cast")
 
 
 def _is_joined(value: ir.Value) -> bool:
     """Whether a value is the result of a Concat, perhaps cast and reshaped."""
-    value = _uncast(value)
-    while (source := value_before(value, "Reshape", "Flatten")) is not None:
-        value = source
-    return made_by(value, "Concat") is not None
+    return made_by(source_through(_uncast(value), "Reshape", "Flatten"), "Concat") is not None
 
 
 def _is_interleaved(places: Places) -> bool | None:

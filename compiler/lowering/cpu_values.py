@@ -67,13 +67,11 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
         elif operator_of(node).reads_shape:
             on_cpu.update(node.outputs)
             sizes.update(node.outputs)
-        elif not runs_on_gpu(node) or _is_left(node, on_cpu, folded):
+        elif not (has_kernel := runs_on_gpu(node)) or _is_left(node, on_cpu, folded):
             on_cpu.update(node.outputs)
             to_cpu += [read for read in reads if read.value not in on_cpu]
-            inputs = [(number, value) for number, value in enumerate(node.inputs) if value is not None]
-            fed += [
-                Read(node, number, value) for number, value in inputs if value.is_graph_input() and runs_on_gpu(node)
-            ]
+            inputs = [(number, value) for number, value in enumerate(node.inputs) if value is not None and has_kernel]
+            fed += [Read(node, number, value) for number, value in inputs if value.is_graph_input()]
             if all(value in sizes or value in folded or _is_small(value) for value in node.inputs if value is not None):
                 sizes.update(node.outputs)
         else:

@@ -9,7 +9,7 @@ the GPU. Floats are recomputed on the GPU from integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.cpu_values import SMALL, Placement, Read, place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.operators.gpu_kernels import host_inputs
@@ -48,10 +48,11 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         return
     placement = place_values(graph)
     work = _Raising(editor, placement.sizes, shapes)
+    on_gpu = {(read.node, read.number) for read in placement.to_gpu}
     beside = [
         Read(node, number, value)
         for node in dict.fromkeys(read.node for read in placement.fed)
-        if not _serves_host(node, placement)
+        if not _serves_host(node, on_gpu)
         for number, value in enumerate(node.inputs)
         if value is not None
     ]
@@ -62,11 +63,13 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         remove_unused(graph)
 
 
-def _serves_host(node: ir.Node, placement: Placement) -> bool:
-    """Whether a kernel reads on the CPU what a node computes there, or what others compute of it there."""
-    on_gpu = {(read.node, read.number) for read in placement.to_gpu}
-    uses = [use for value in node.outputs for use in value.uses()]
-    return any(use not in on_gpu and (use[1] in host_inputs(use[0]) or _serves_host(use[0], placement)) for use in uses)
+def _serves_host(node: ir.Node, on_gpu: Collection[tuple[ir.Node, int]]) -> bool:
+    """Whether a kernel reads on the CPU what a node computes there, or what others compute of it there.
+
+    `on_gpu` are the reads on the GPU of what is on the CPU, as nodes with the numbers of their inputs.
+    """
+    uses = {(user, number) for value in node.outputs for user, number in value.uses()} - set(on_gpu)
+    return any(number in host_inputs(user) or _serves_host(user, on_gpu) for user, number in uses)
 
 
 def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
@@ -93,7 +96,7 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
     value = node.inputs[0] if node.inputs else None
-    if value is None or described(value).dtype not in (*WHOLE, *FLOATS) or runs_on_gpu(node):
+    if value is None or runs_on_gpu(node):
         return
     dtype = described(value).dtype
     if node.op_type in EXTREMES and dtype in WHOLE:

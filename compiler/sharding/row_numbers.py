@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import nodes_between, run_part
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by, source_through
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
@@ -173,9 +173,7 @@ def _data_readers(value: ir.Value) -> set[ir.Node]:
 
 def _choice(index: ir.Value) -> ir.Node | None:
     """The ArgMax or ArgMin that computes an index, which is thus below the size of its axis; else None."""
-    while (uncast := value_before(index, "Cast")) is not None:
-        index = uncast
-    return made_by(index, "ArgMax", "ArgMin")
+    return made_by(source_through(index, "Cast"), "ArgMax", "ArgMin")
 
 
 def _count_below(index: ir.Value, bound: BoundShapes) -> int:

@@ -24,6 +24,8 @@ from splitc.runtime.threads.executor import Executor
 Bytes = npt.NDArray[np.uint8]
 # bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.
 BFLOAT, BITS = 4, "uint16"
+# What is called with weights that have memory, before they are copied.
+Allocated = Callable[[Iterable[ort.OrtValue]], None]
 # Where the code of the number type is in DLPack's DLManagedTensor (dlpack.h: after a pointer and three int32).
 CODE_AT = 20
 # Threads that copy weights to the GPU, and the most bytes of a copy. The driver copies pageable memory on one core, at
@@ -37,11 +39,12 @@ _common: WeakValueDictionary[tuple[int, str], ort.OrtValue] = WeakValueDictionar
 _placing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
+def _ignore(weights: Iterable[ort.OrtValue]) -> None:
+    pass
+
+
 def place_weights(
-    gpu: GpuDevice,
-    folder: Path,
-    weights: Sequence[Weight],
-    allocated: Callable[[Iterable[ort.OrtValue]], None] = lambda values: None,
+    gpu: GpuDevice, folder: Path, weights: Sequence[Weight], allocated: Allocated = _ignore
 ) -> Mapping[str, ort.OrtValue]:
     """The weights in the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
 
@@ -53,18 +56,13 @@ def place_weights(
         # Values, not only their keys: no other thread may drop the last one meanwhile.
         there = {key: value for (index, key), value in _common.items() if index == gpu.index}
         missing = {weight.key: weight for weight in weights if weight.key and weight.key not in there}
-        made = _place(gpu, folder, list(missing.values()))
+        made = _place(gpu, folder, list(missing.values()), _ignore)
         there.update((weight.key, made[weight.name]) for weight in missing.values())
         _common.update({(gpu.index, key): value for key, value in there.items()})
     return {weight.name: there[weight.key] if weight.key else own[weight.name] for weight in weights}
 
 
-def _place(
-    gpu: GpuDevice,
-    folder: Path,
-    weights: Sequence[Weight],
-    allocated: Callable[[Iterable[ort.OrtValue]], None] = lambda values: None,
-) -> Mapping[str, ort.OrtValue]:
+def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight], allocated: Allocated) -> Mapping[str, ort.OrtValue]:
     """The weights in one allocation."""
     if not weights:
         return {}

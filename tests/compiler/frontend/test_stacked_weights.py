@@ -59,3 +59,14 @@ def test_parts_at_fixed_places_are_weights(write_model: WriteModel, is_outside: 
 def test_other_stacks_stay(write_model: WriteModel, rest: str) -> None:
     graph = read_graph(written(write_model, rest))
     assert "Gather" in {node.op_type for node in graph.nodes} and "w" in graph.model.graph.initializers
+
+
+def test_stacks_that_branches_read_stay(write_model: WriteModel) -> None:
+    """At fixed places too: each branch would have to be rewritten."""
+    branches = [
+        f"{name} = {name} () => (float[64, 64] r) {{ p = Gather (w, {place})  r = Neg (p) }}"
+        for name, place in (("then_branch", "zero"), ("else_branch", "last"))
+    ]
+    rest = f"yes = Cast <to = 9> (given)  c = If (yes) <{', '.join(branches)}>  y = MatMul (b, c)"
+    graph = read_graph(written(write_model, rest))
+    assert "w" in graph.model.graph.initializers
