@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -25,7 +26,7 @@ if __package__ in (None, ""):  # run as a script: its siblings are not on the pa
 
 from models.writer import Writer, save
 
-DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}
+DTYPES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 # Experts that each token goes to.
@@ -146,7 +147,7 @@ class Decoder:
         present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
         dtype = self.size.dtype.numpy()
         if self.size.capacity:  # the mask says all
-            return w.op("Where", present, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
+            return w.op("Where", present, w.constant(0, dtype), w.constant(float(ml_dtypes.finfo(dtype).min), dtype))
         total = w.op("Shape", mask, start=1, end=2)
         length = w.op("Shape", positions, start=1, end=2)
         zero, one = w.constant(0, np.int64), w.constant(1, np.int64)
@@ -156,7 +157,7 @@ class Decoder:
         queries = w.op("Add", new, w.op("Sub", total, length))
         causal = w.op("LessOrEqual", keys, w.op("Unsqueeze", queries, w.constant([1], np.int64)))
         allowed = w.op("And", causal, present)
-        return w.op("Where", allowed, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
+        return w.op("Where", allowed, w.constant(0, dtype), w.constant(float(ml_dtypes.finfo(dtype).min), dtype))
 
     def append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """A cache with the new tokens appended."""

@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.compiler.frontend.wide_types import use_wide_types, wide_array
 from splitc.runtime.arrays.array import Array
 
 
@@ -69,7 +70,8 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
 def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:
     """Compute the `wanted` values from the `known` ones and from weights. Only the nodes between them are copied.
 
-    Raises ONNX Runtime's errors, and ValueError if a value is needed but not known.
+    What is bfloat16 is computed in float32. Raises ONNX Runtime's errors, and ValueError if a value is needed but not
+    known.
     """
     made = dict(known)
     if asked := [value for value in wanted if value not in known]:
@@ -82,7 +84,8 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
             copy.shape = ir.Shape(known[value].shape)
         for value in (value for node in part for value in node.outputs):
             value.shape = None  # it may be of the planned sizes
-        feeds = {value.name: known[value] for value in inputs}
+        use_wide_types(part)
+        feeds = {value.name: wide_array(known[value]) for value in inputs}
         made.update(zip(asked, run_alone(part, feeds), strict=True))
     return [made[value] for value in wanted]
 

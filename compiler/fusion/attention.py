@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import made_by, readers_of, value_before
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_float16
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,
@@ -178,15 +178,16 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
 
 
 def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
-    """Queries, keys and values; in float16, before casts to float32, if all of them are cast.
+    """Queries, keys and values; in half precision, before casts to float32, if all of them are cast.
 
     The operator computes in float32 anyway.
     """
-    query, keys = in_float16(product.first, scaled=True), in_float16(product.second, scaled=True)
-    weighed = in_float16(values, scaled=False)
+    query, keys = (in_half_precision(factor, scaled=True) for factor in (product.first, product.second))
+    weighed = in_half_precision(values, scaled=False)
     if query is None or keys is None or weighed is None:
         return product.first, product.second, values
-    return query, keys, weighed
+    is_one_type = query.value.dtype == keys.value.dtype == weighed.value.dtype
+    return (query, keys, weighed) if is_one_type else (product.first, product.second, values)
 
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:

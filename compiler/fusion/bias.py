@@ -13,10 +13,11 @@ from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
-# The lowest float16 number: a float32 mask may have lower ones, which would be cast to -inf.
-LOWEST_HALF = -65504.0
-# What a boolean mask adds to hidden scores: low enough for weight 0, and sums of several masks stay finite.
-LOW, LOW_HALF = -1e30, -3e4
+# The lowest numbers of types: a float32 mask may have lower ones, which would be cast to -inf.
+LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.3895314e38}
+# What a boolean mask adds to hidden scores: low enough for weight 0, and sums of several masks stay finite. Float16 has
+# no lower number than -65504.
+LOW, LOW_FLOAT16 = -1e30, -3e4
 
 
 def check_bias(bias: Bias, sizes: Sizes) -> None:
@@ -80,8 +81,7 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
 
 def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
     """A boolean mask as a bias: 0 for visible scores, a low number for hidden ones."""
-    is_half = bias.at.dtype == ir.DataType.FLOAT16
-    low = bias.low if math.isinf(bias.low) else LOW_HALF if is_half else LOW
+    low = bias.low if math.isinf(bias.low) else LOW_FLOAT16 if bias.at.dtype == ir.DataType.FLOAT16 else LOW
     numbers = [work.editor.scalar(number, bias.at) for number in (low, 0.0)]
     hidden = numbers if bias.hides else numbers[::-1]
     return work.add(f"{role}_mask", "Where", [bias.value, *hidden], bias.at, work.axes(bias.value))
@@ -97,7 +97,7 @@ def _as_type(value: ir.Value, like: ir.Value, work: Writer) -> ir.Value:
     """A bias cast to the type of another value, without getting infinite."""
     if value.dtype == like.dtype:
         return value
-    if like.dtype == ir.DataType.FLOAT16:
-        lowest = work.editor.scalar(LOWEST_HALF, value)
+    if like.dtype in LOWEST:
+        lowest = work.editor.scalar(LOWEST[like.dtype], value)
         value = work.add("bias_bounded", "Max", [value, lowest], value, work.axes(value))
     return work.cast(value, like, "bias_cast")

@@ -24,7 +24,7 @@ from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, un
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
-from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains
+from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import find_latent, write_latent
 from splitc.compiler.fusion.lengths import Lengths
@@ -38,6 +38,7 @@ from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import name_of
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State

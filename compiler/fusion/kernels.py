@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.hardware.devices import Device
 
@@ -45,7 +46,7 @@ class Gains:
     least_rows: int = 0
 
 
-HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT})
+SINGLES = frozenset({ir.DataType.FLOAT})
 
 # Measured on an H100 with ONNX Runtime 1.31 by tests/benchmarks/fused_attention.py. How many times as fast as the
 # decomposed form:

@@ -16,9 +16,10 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import float16_result, float16_source
+from splitc.compiler.fusion.norm import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.operators.gpu_kernels import HALVES
 
 OPERATOR = "LayerNormalization"
 
@@ -43,15 +44,15 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
     if not is_onnx(norm, OPERATOR) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
-    halves = None if data is None else float16_source(data)
-    if halves is not None and (narrow := float16_result(normal)) is not None:
+    halves = None if data is None else half_source(data)
+    if halves is not None and (narrow := half_result(normal)) is not None:
         data, normal = halves, narrow
     product = combined(normal, "Mul")
     total = product and combined(product[1], "Add")
     if data is None or not product or not total:
         return None
     (scale, _), (shift, output) = product, total
-    if halves is not None and data is not halves and (narrow := float16_result(output)) is not None:
+    if halves is not None and data is not halves and (narrow := half_result(output)) is not None:
         data, output = halves, narrow
     if scale.const_value is not None or shift.const_value is not None:
         return None
@@ -80,7 +81,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
     given = {modulation.scale.dtype, modulation.shift.dtype}
-    may_be_cast = given == {ir.DataType.FLOAT} and data.dtype == ir.DataType.FLOAT16
+    may_be_cast = given == {ir.DataType.FLOAT} and data.dtype in HALVES
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift differ in type")
     row = _row(modulation, axes, sizes)

@@ -1,10 +1,10 @@
 """Fuses decomposed RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) x weights, along the last axis.
 
-ONNX Runtime itself fuses the form that divides by the root. Torch's exporters multiply by its reciprocal: ONNX Runtime
+ONNX Runtime itself fuses some forms that divide by the root. Torch's exporters multiply by its reciprocal: ONNX Runtime
 leaves that as six or more nodes, in float32 between casts. A norm may have no weights, or get them after a reshape.
 
-Norms in float32 between casts from and to float16, as of diffusers, become norms of float16 values: the kernels compute
-in float32 anyway, and read and write half the bytes. A Transpose before a norm moves behind it.
+Norms in float32 between casts from and to half precision, as of diffusers, become norms of values of that type: the
+kernels compute in float32 anyway, and read and write half the bytes. A Transpose before a norm moves behind it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import settings_of
+from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.runtime.arrays.array import Array
 
 OPERATOR = "SimplifiedLayerNormalization"
 
@@ -40,7 +42,6 @@ class Norm:
     weights: ir.Value | None
     epsilon: float
     output: ir.Value
-    by_reciprocal: bool
 
     @property
     def source(self) -> ir.Value:
@@ -101,7 +102,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
     cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
     output, weights = _weighted(value, cast is None)
-    return Norm(data, value, weights, root[2], output, root[1])
+    return Norm(data, value, weights, root[2], output)
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
@@ -141,19 +142,19 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
 def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | None]:
     """The norm times its weights, and the weights; the norm itself and None without weights.
 
-    A cast of the product to float16 is included if `may_narrow`: the norm was not cast before.
+    A cast of the product to half precision is included if `may_narrow`: the norm was not cast before.
     """
     product = combined(normal, "Mul")
     if product is None:
         return normal, None
     weights, weighted = product
-    return (float16_result(weighted) or weighted) if may_narrow else weighted, weights
+    return (half_result(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def float16_result(value: ir.Value) -> ir.Value | None:
-    """The float16 value that a value is cast to, if that is its only use; else None."""
+def half_result(value: ir.Value) -> ir.Value | None:
+    """The float16 or bfloat16 value that a value is cast to, if that is its only use; else None."""
     cast = only_user(value, "Cast")
-    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
+    return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
@@ -161,19 +162,17 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    axes = sizes.axes(norm.data)
-    if axes is None or norm.output.dtype is None or norm.normal.dtype is None:
+    axes, dtype = sizes.axes(norm.data), norm.source.dtype
+    if axes is None or dtype is None or norm.output.dtype is None or norm.normal.dtype is None:
         raise NotFusedError("its shape or its type is not known")
     if not _has_row(norm, axes, sizes):
         norm = norm.without_weights
-    elif not norm.by_reciprocal:
-        raise NotFusedError("ONNX Runtime fuses this form by itself")
     size = axes[-1].fixed
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
     data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
     if norm.weights is None:
-        scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
+        scale = editor.constant(np.ones(size, dtype.numpy()))
     else:
         scale = work.reshape(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
@@ -203,7 +202,7 @@ def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A `norm` of float16 `data`, computed in float32 between casts. `output` is the float16 result."""
+    """A `norm` of `data` in half precision, computed in float32 between casts. `output` has the type of `data`."""
 
     norm: ir.Node
     data: ir.Value
@@ -212,35 +211,37 @@ class Narrowed:
 
 
 def find_narrowed(norm: ir.Node) -> Narrowed | None:
-    """A norm between casts; None for any other node, and if float16 can't hold its weights exactly."""
+    """A norm between casts; None for any other node, and if the narrow type can't hold its weights exactly."""
     if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
-    data, output = None if norm.inputs[0] is None else float16_source(norm.inputs[0]), float16_result(norm.outputs[0])
-    if data is None or output is None:
+    data, output = None if norm.inputs[0] is None else half_source(norm.inputs[0]), half_result(norm.outputs[0])
+    if data is None or output is None or data.dtype != output.dtype:
         return None
     given: Sequence[ir.Value | None] = norm.inputs[1:]
-    if any(value is not None and float16_source(value) is None and not _is_exact(value) for value in given):
+    if any(value is not None and not _is_exact(value, data) for value in given):
         return None
     return Narrowed(norm, data, tuple(given), output)
 
 
-def float16_source(value: ir.Value) -> ir.Value | None:
-    """The float16 value that a value is cast from; None if it is not."""
+def half_source(value: ir.Value) -> ir.Value | None:
+    """The float16 or bfloat16 value that a value is cast from; None if it is not."""
     source = value_before(value, "Cast")
-    return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
+    return source if source is not None and source.dtype in HALVES else None
 
 
-def _is_exact(value: ir.Value) -> bool:
-    """Whether float16 holds a weight's numbers exactly, and requests can't override it."""
+def _is_exact(value: ir.Value, like: ir.Value) -> bool:
+    """Whether the type of another value holds a weight exactly: it is cast from it, or requests can't override it."""
+    if (source := half_source(value)) is not None:
+        return source.dtype == like.dtype
     if value.const_value is None or source_of(value) is not None:
         return False
     numbers = value.const_value.numpy()
     with np.errstate(over="ignore"):
-        return bool(np.array_equal(numbers.astype(np.float16).astype(numbers.dtype), numbers))
+        return bool(np.array_equal(_narrowed(numbers, like).astype(numbers.dtype), numbers))
 
 
 def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
-    """Replace the norm and its casts by the norm of float16 values, in place.
+    """Replace the norm and its casts by the norm of values in half precision, in place.
 
     Raises NotFusedError if sizes are not known.
     """
@@ -249,11 +250,16 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
     if axes is None or sizes.axes(output) is None:
         raise NotFusedError("it has no known sizes")
     work = Writer.of(output, (), editor, sizes)
-    weights = [value if value is None else _weight_in_float16(value, editor) for value in narrowed.weights]
+    weights = [value if value is None else _narrow_weight(value, data, editor) for value in narrowed.weights]
     made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
     work.take_place(made, output)
 
 
-def _weight_in_float16(value: ir.Value, editor: Editor) -> ir.Value:
-    """A weight in float16."""
-    return float16_source(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))
+def _narrow_weight(value: ir.Value, like: ir.Value, editor: Editor) -> ir.Value:
+    """A weight in the type of another value."""
+    return half_source(value) or editor.constant(_narrowed(tensor_of(value).numpy(), like))
+
+
+def _narrowed(numbers: Array, like: ir.Value) -> Array:
+    assert like.dtype is not None
+    return numbers.astype(like.dtype.numpy())

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.operators.gpu_kernels import HALVES
 
 # Operators that change a value's shape and keep the order of its elements.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
@@ -43,13 +44,13 @@ def as_operand(value: ir.Value, rank: int) -> Operand:
     return Operand(value, tuple(range(rank)))
 
 
-def in_float16(operand: Operand, scaled: bool) -> Operand | None:
-    """An operand before its cast from float16; the operand itself if it is float16; else None."""
-    if operand.value.dtype == ir.DataType.FLOAT16:
+def in_half_precision(operand: Operand, scaled: bool) -> Operand | None:
+    """An operand before its cast from float16 or bfloat16; the operand itself if it has such a type; else None."""
+    if operand.value.dtype in HALVES:
         return operand
     traced = traced_back(operand, scaled)
     source = value_before(traced.value, "Cast")
-    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(traced, value=source)
+    return None if source is None or source.dtype not in HALVES else replace(traced, value=source)
 
 
 def traced_back(operand: Operand, scaled: bool) -> Operand:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, source_through, value_before
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import float16_result
+from splitc.compiler.fusion.norm import half_result
 from splitc.compiler.fusion.operand import PASSED, VIEWS
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
@@ -149,7 +149,7 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
         return None
     if not (tables.agree(cosines, interleaved) and tables.agree(sines, interleaved)):
         raise NotFusedError("its tables may have different cosines or sines for the two elements of a pair")
-    return Rotary(source, cosines, sines, interleaved, float16_result(node.outputs[0]) or node.outputs[0])
+    return Rotary(source, cosines, sines, interleaved, half_result(node.outputs[0]) or node.outputs[0])
 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
@@ -204,7 +204,7 @@ def _from_pairs(
         if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
             raise NotFusedError("it leaves out some elements, or rotates them in the opposite direction")
         places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
-        output = float16_result(output) or output
+        output = half_result(output) or output
         return Rotary(data, *numbers, interleaved, output, by_pairs=True, places=places, thin=thin)
     return None
 

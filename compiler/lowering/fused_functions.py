@@ -13,11 +13,12 @@ import msgspec
 import onnx
 from onnx.helper import make_function, make_node, make_opsetid
 
+from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.package.fused import Fused, FusedInput, FusedStep
 
 DOMAIN, PROGRAM = "splitc.fused", "program"
 MICROSOFT = "com.microsoft"
-SINGLE, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+SINGLE = onnx.TensorProto.FLOAT
 # The first opset whose reductions take axes as an input.
 AXES_AS_INPUTS = 18
 
@@ -33,7 +34,7 @@ def function_of(kernel: Fused, opset: int) -> onnx.FunctionProto:
     body = _Body(kernel, opset)
     for step in kernel.steps:
         body.values.append(body.write(step))
-    body.add("Cast", body.values[-1], to=HALF, result="halves")
+    body.add("Cast", body.values[-1], to=KNOWN[kernel.dtype], result="halves")
     body.add("Reshape", "halves", "shape", result="output")
     names = [f"input_{number}" for number in range(len(kernel.inputs))]
     opsets = [make_opsetid("", opset), make_opsetid(MICROSOFT, 1)]

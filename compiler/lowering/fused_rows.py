@@ -27,9 +27,10 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.origins import described, noted_sizes, planned_shape, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
 from splitc.compiler.lowering.fused_functions import DOMAIN, PROGRAM
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP
-from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Span
+from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Half, Span
 
 MICROSOFT = "com.microsoft"
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -38,6 +39,7 @@ NAMES = {"SimplifiedLayerNormalization": "RMSNormalization"}
 NORMS = ("LayerNormalization", "RMSNormalization")
 # The least elements of a result that is worth fusing. A choice: for fewer, a kernel takes about as long as its launch.
 LEAST = 1 << 17
+DTYPES: Mapping[ir.DataType, Half] = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 # The axes of an image: batch, channels, height and width.
 IMAGE = 4
 
@@ -57,12 +59,14 @@ class _Group:
     """A group under construction.
 
     - `nodes`: the nodes that are its steps, in order.
+    - `dtype`: the type of all its values.
     - `columns`: the elements of a row.
     - `shape`: the shape of the result, and of all inputs of span `all`.
     - `inputs`: the values that the kernel reads, each with the way in which it is read.
     """
 
     nodes: Sequence[ir.Node]
+    dtype: ir.DataType
     columns: int
     shape: Sizes
     inputs: list[tuple[ir.Value, FusedInput]] = field(default_factory=list)
@@ -102,9 +106,9 @@ def _step_name(node: ir.Node) -> str | None:
 
 
 def _is_step(node: ir.Node) -> bool:
-    """Whether a node may be a step: an operator of `STEPS` with a float16 result of known sizes."""
+    """Whether a node may be a step: an operator of `STEPS` with a result in half precision, of known sizes."""
     result = node.outputs[0] if node.outputs else None
-    if result is None or _step_name(node) is None or described(result).dtype != ir.DataType.FLOAT16:
+    if result is None or _step_name(node) is None or described(result).dtype not in HALVES:
         return False
     if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         return False
@@ -149,13 +153,14 @@ def _moves_axes(group: _Group) -> bool:
 
 def _members(root: ir.Node, gone: set[ir.Node], refused: set[ir.Node]) -> set[ir.Node]:
     """The node `root`, and nodes before it whose results only the group reads."""
-    members, new = {root}, [root]
+    members, new, dtype = {root}, [root], described(root.outputs[0]).dtype
     while new:
         makers = {_behind_views(value)[-1].producer() for node in members for value in _data(node)}
         new = [
             node
             for node in makers
             if node is not None and node not in members and node not in refused and _is_step(node)
+            if described(node.outputs[0]).dtype == dtype
             if members.issuperset(_readers(node.outputs[0], gone))
         ]
         members.update(new)
@@ -192,9 +197,9 @@ def _readers(value: ir.Value, gone: set[ir.Node]) -> Iterator[ir.Node | None]:
 
 def _steps(nodes: Sequence[ir.Node]) -> _Group:
     """The group of these nodes. Raises _NoStepError for a node that can't be a step of it."""
-    shape = _sizes(nodes[-1].outputs[0])
-    assert shape is not None
-    group = _Group(nodes, _columns(nodes), shape)
+    shape, dtype = _sizes(nodes[-1].outputs[0]), described(nodes[-1].outputs[0]).dtype
+    assert shape is not None and dtype is not None
+    group = _Group(nodes, dtype, _columns(nodes), shape)
     # Steps are numbered after the inputs, whose number is not known yet: until then step n is -1 - n.
     known: dict[ir.Value, int] = {}
     for node in nodes:
@@ -294,7 +299,7 @@ def _span(group: _Group, node: ir.Node, value: ir.Value) -> tuple[Span, int]:
     Raises _NoStepError if it is neither repeated for the leading axes ("trailing") nor for the last ones ("leading").
     """
     whole, own = _sizes(node.outputs[0]), _sizes(value)
-    if whole is None or own is None or described(value).dtype not in (None, ir.DataType.FLOAT16):
+    if whole is None or own is None or described(value).dtype not in (None, group.dtype):
         raise _NoStepError(node)
     own = (1,) * (len(whole) - len(own)) + own
     is_wide = own[-1] == whole[-1]
@@ -331,7 +336,8 @@ def _write(group: _Group, editor: Editor) -> None:
         if given.span == "all" and own != group.shape and own is not None:
             value = editor.before(last, "Reshape", value, editor.numbers(*(_view_of(own, group.shape) or ())))
         inputs.append(value)
-    kernel = Fused("", group.columns, [given for _, given in group.inputs], group.steps)
+    dtype = DTYPES[group.dtype]
+    kernel = Fused("", group.columns, [given for _, given in group.inputs], group.steps, dtype)
     name = f"Rows_{hashlib.sha256(msgspec.json.encode(kernel)).hexdigest()[:16]}"
     program = msgspec.json.encode(msgspec.structs.replace(kernel, name=name)).decode()
     editor.graph.opset_imports.setdefault(DOMAIN, 1)

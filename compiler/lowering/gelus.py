@@ -28,6 +28,7 @@ from splitc.compiler.frontend.matching import (
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 
 GATED = "BiasSplitGelu"
@@ -129,13 +130,13 @@ def _width(bias: ir.Value) -> int:
 
 
 def _are_halves(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> bool:
-    """Whether two values are [batch, tokens, columns] of the same shape."""
+    """Whether two float16 values are [batch, tokens, columns] of the same shape: the kernel takes no other type."""
     one, other = (planned_shape(value, shapes) for value in (left, right))
-    return len(one) == ROWS + 1 and one == other
+    return len(one) == ROWS + 1 and one == other and described(left).dtype == ir.DataType.FLOAT16
 
 
 def fuse_bias_gelus(graph: ir.Graph) -> None:
-    """Fuse each float16 Gelu with the Add of a bias before it, in place. Nodes without readers afterwards stay."""
+    """Fuse each Gelu in half precision with the bias added before it, in place. Nodes without readers stay."""
     editor = Editor(graph)
     for node in list(graph):
         gelu = find_gelu(node)
@@ -157,9 +158,9 @@ def find_gelu(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 
 def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """The data [..., n] and the bias [n] whose float16 sum a value is; None for other values."""
+    """The data [..., n] and the bias [n] whose sum in half precision a value is; None for other values."""
     node = made_by(total, "Add")
-    if node is None or described(total).dtype != ir.DataType.FLOAT16:
+    if node is None or described(total).dtype not in HALVES:
         return None
     for data, bias in (node.inputs, node.inputs[::-1]):
         if data is None or bias is None or bias.const_value is None or data.const_value is not None:

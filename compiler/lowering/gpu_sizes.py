@@ -22,6 +22,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.older_opset import use_older_opset
+from splitc.compiler.lowering.widened import widen
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -42,6 +43,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     """
     editor = Editor(graph)
     for node in list(graph):
+        widen(node, editor)
         _give_kernel(node, editor)
     use_older_opset(graph)
     if opset < 11:

@@ -18,7 +18,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
 # The types that both ONNX Runtime's Where and splitc's all-reduces support.
-_CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
+_CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "INT32", "INT64"))
 # The first opset in which a Gemm may have no bias.
 GEMM_WITHOUT_BIAS = 11
 # The operator of a reduction over the ranks, as TensorRT defines it.

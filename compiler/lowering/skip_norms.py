@@ -20,7 +20,8 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
-from splitc.compiler.fusion.kernels import HALVES, SINGLES
+from splitc.compiler.fusion.kernels import SINGLES
+from splitc.compiler.operators.gpu_kernels import HALVES
 
 DOMAIN = "com.microsoft"
 OPERATORS = {
@@ -46,7 +47,7 @@ class _Addition:
 
 
 def fuse_skips(graph: ir.Graph) -> None:
-    """Replace each norm of a sum of float16 or float32, and the Add, by one operator, in place.
+    """Replace each norm of a sum in half or single precision, and the Add, by one operator, in place.
 
     An Add of a bias before them is included: it stays in the graph without readers.
     """

@@ -19,6 +19,7 @@ from splitc.compiler.frontend.origins import note_sizes, noted_sizes, planned_sh
 from splitc.compiler.fusion.kernels import ON_GPUS
 from splitc.compiler.lowering.weight_products import columns_of, has_own_weight, is_product, weight_of
 from splitc.compiler.nodes import settings_of
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 
 
@@ -41,7 +42,7 @@ def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.V
     joined = made_by(data, "Concat")
     if data is None or joined is None or len(data.uses()) > 1 or data.is_graph_output():
         return ()
-    if weight.dtype != ir.DataType.FLOAT16:
+    if weight.dtype not in HALVES:
         return ()
     parts = [part for part in joined.inputs if part is not None]
     sizes = [planned_shape(part, shapes) for part in parts]

@@ -68,6 +68,20 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
     GROUPED: HALVES,
 }
 
+# ONNX's operators with kernels for bfloat16, in the opsets that allow this type.
+BFLOAT16 = frozenset(
+    {
+        *("Abs", "Add", "Clip", "Cos", "Div", "Erf", "Exp", "Max", "Min", "Mod", "Mul", "Neg", "Pow", "Sign", "Sin"),
+        *("Sqrt", "Sub", "Sum", "Gelu", "HardSigmoid", "HardSwish", "Mish", "Relu", "Sigmoid", "Softmax", "Softplus"),
+        *("Softsign", "Swish", "Tanh", "Cast", "CastLike", "Identity", "IsInf", "IsNaN", "Shape", "Size"),
+        *("Concat", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Reshape", "ScatterElements"),
+        *("ScatterND", "Slice", "Split", "Squeeze", "TensorScatter", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze"),
+        *("ReduceL1", "ReduceMean", "ReduceSum", "ReduceSumSquare", "AveragePool", "Conv", "Gemm", "MatMul"),
+        *("Attention", "GroupNormalization", "LayerNormalization", "LpNormalization", "RMSNormalization"),
+        *("RotaryEmbedding", "SimplifiedLayerNormalization", "Dropout", "RandomNormalLike", "Scan"),
+    }
+)
+
 # Operators whose versions after this opset have no kernels.
 LAST_OPSET = 21
 ENDED = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
@@ -93,5 +107,7 @@ def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
         return False  # cuDNN has only the other form
     if name == GROUPED and all(any(node.inputs[place : place + 1]) for place in SINKS_AND_BIAS):
         return False  # kernels that support sinks take no bias
+    if dtype == ir.DataType.BFLOAT16 and not node.domain:
+        return name in BFLOAT16
     types = TYPES.get(name)
     return types is None or dtype is None or dtype in types

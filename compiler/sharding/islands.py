@@ -23,7 +23,9 @@ from splitc.compiler.sharding.choice import Choice
 # With 1/64 the plans of 43 models on three devices are the same, without a limit those of 51 of 52.
 LEAST_ISLAND = 1 / 256
 # The types that collectives join. Outputs of other types are whole inside islands too.
-JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT8", "UINT8", "INT32", "INT64"))
+JOINED = frozenset(
+    ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64")
+)
 
 
 def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:

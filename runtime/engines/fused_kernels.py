@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.fused_source import launch_of, source_of
 from splitc.runtime.engines.operator_library import is_built, library_path, load_library
 from splitc.runtime.gpu.device import GpuDevice
@@ -25,6 +26,7 @@ class _Kernel(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char * (LONGEST_NAME + 1)),
         ("function", ctypes.c_void_p),
+        ("type", ctypes.c_int),
         ("inputs", ctypes.c_uint),
         ("integers", ctypes.c_uint),
         ("whole", ctypes.c_uint),
@@ -96,6 +98,7 @@ def _describe(kernel: Fused, function: int) -> _Kernel:
     return _Kernel(
         kernel.name.encode(),
         function,
+        KNOWN[kernel.dtype],
         len(widths),
         bits("positions"),
         bits("all"),

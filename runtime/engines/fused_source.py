@@ -1,8 +1,8 @@
 """CUDA kernels of fused operators, from their descriptions in the manifest.
 
 A kernel computes all steps of a row in registers, in single precision, so it reads each input once and writes one
-output. Threads hold vectors of 8 numbers of a row: up to 32 threads a row, with several rows in a block, or a block a
-row. The C library has the same struct of arguments (collectives/native/fused_operators.c).
+output, all in half precision. Threads hold vectors of 8 numbers of a row: up to 32 threads a row, with several rows in
+a block, or a block a row. The C library has the same struct of arguments (collectives/native/fused_operators.c).
 """
 
 from __future__ import annotations
@@ -10,37 +10,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from splitc.runtime.package.fused import INPUTS, WIDTH, Fused, FusedStep
+from splitc.runtime.package.fused import INPUTS, WIDTH, Fused, FusedStep, Half
 
 # Threads of a warp, of a block with several rows, and the most of a block with one row. A choice: other numbers were
 # not measured.
 WARP, SEVERAL, MOST = 32, 256, 256
-HEAD = """
+# CUDA's types of one number and of two, and what converts them.
+HALVES: Mapping[Half, tuple[str, str]] = {
+    "float16": ("__half", "__half2"),
+    "bfloat16": ("__nv_bfloat16", "__nv_bfloat162"),
+}
+CONVERSIONS: Mapping[Half, str] = {
+    "float16": """
 #include <cuda_fp16.h>
-
+__device__ float as_float(__half x) { return __half2float(x); }
+__device__ float2 as_floats(__half2 both) { return __half22float2(both); }
+__device__ void as_pair(__half2& to, float x, float y) { to = __floats2half2_rn(x, y); }
+""",
+    "bfloat16": """
+#include <cuda_bf16.h>
+__device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ float2 as_floats(__nv_bfloat162 both) { return __bfloat1622float2(both); }
+__device__ void as_pair(__nv_bfloat162& to, float x, float y) { to = __floats2bfloat162_rn(x, y); }
+""",
+}
+HEAD = """
 struct Arguments { const void* in[INPUTS]; unsigned count[INPUTS]; void* out; unsigned rows, sequence; };
 
-struct alignas(16) Vector { __half2 pairs[4]; };
+// Vectors of numbers, of which two are a Pair.
+template <typename Pair, int pairs>
+struct alignas(4 * pairs) Vector { Pair at[pairs]; };
 
+template <typename Pair, int pairs = WIDTH / 2>
 __device__ void load(float* to, const void* from, size_t place) {
-    const Vector vector = *(const Vector*)((const __half*)from + place);
-    for (int pair = 0; pair < 4; ++pair) {
-        const float2 both = __half22float2(vector.pairs[pair]);
+    const Vector<Pair, pairs> vector = *(const Vector<Pair, pairs>*)((const Pair*)from + place / 2);
+    for (int pair = 0; pair < pairs; ++pair) {
+        const float2 both = as_floats(vector.at[pair]);
         to[2 * pair] = both.x, to[2 * pair + 1] = both.y;
     }
 }
 
-// Four numbers.
-__device__ void load_half(float* to, const void* from, size_t place) {
-    const uint2 words = *(const uint2*)((const __half*)from + place);
-    const float2 first = __half22float2(*(const __half2*)&words.x), second = __half22float2(*(const __half2*)&words.y);
-    to[0] = first.x, to[1] = first.y, to[2] = second.x, to[3] = second.y;
-}
-
+template <typename Pair>
 __device__ void store(void* to, size_t place, const float* from) {
-    Vector vector;
-    for (int pair = 0; pair < 4; ++pair) vector.pairs[pair] = __floats2half2_rn(from[2 * pair], from[2 * pair + 1]);
-    *(Vector*)((__half*)to + place) = vector;
+    Vector<Pair, WIDTH / 2> vector;
+    for (int pair = 0; pair < WIDTH / 2; ++pair) as_pair(vector.at[pair], from[2 * pair], from[2 * pair + 1]);
+    *(Vector<Pair, WIDTH / 2>*)((Pair*)to + place / 2) = vector;
 }
 
 // The sum over all threads of a row. With more than a warp, a block has one row.
@@ -114,12 +128,15 @@ def launch_of(columns: int) -> Launch:
 
 def source_of(kernels: Iterable[Fused]) -> str:
     """The CUDA source of kernels, which have their names."""
-    return "\n".join([f"#define INPUTS {INPUTS}", HEAD, *(line for kernel in kernels for line in _kernel(kernel))])
+    kernels = list(kernels)
+    conversions = [CONVERSIONS[dtype] for dtype in sorted({kernel.dtype for kernel in kernels})]
+    lines = (line for kernel in kernels for line in _kernel(kernel))
+    return "\n".join([f"#define INPUTS {INPUTS}", f"#define WIDTH {WIDTH}", *conversions, HEAD, *lines])
 
 
 def _kernel(kernel: Fused) -> list[str]:
     """The lines of a kernel, which stores the result of its last step."""
-    launch = launch_of(kernel.columns)
+    launch, (_, pair) = launch_of(kernel.columns), HALVES[kernel.dtype]
     lines = [
         f'extern "C" __global__ void __launch_bounds__({launch.threads * launch.rows})',
         f"{kernel.name}(const Arguments given) {{",
@@ -134,7 +151,10 @@ def _kernel(kernel: Fused) -> list[str]:
             lines += _read(kernel, place) if place < len(kernel.inputs) else []
         loaded.update(step.reads)
         lines += _STEPS.get(step.operator, _pointwise)(kernel, step, number)
-    lines += [*_loop(kernel), f"if (active) store(given.out, (size_t)row * {kernel.columns} + column, v{number}[k]);"]
+    lines += [
+        *_loop(kernel),
+        f"if (active) store<{pair}>(given.out, (size_t)row * {kernel.columns} + column, v{number}[k]);",
+    ]
     return [*lines, "}", "}"]
 
 
@@ -163,19 +183,19 @@ def _values(kernel: Fused, number: int, expression: str) -> list[str]:
 
 def _read(kernel: Fused, number: int) -> list[str]:
     """An input's numbers for this row: its vectors, or one number. A step reads its tables and positions itself."""
-    given = kernel.inputs[number]
+    given, (one, pair) = kernel.inputs[number], HALVES[kernel.dtype]
     count = f"given.count[{number}]"
     rows = {"all": "row", "leading": f"row / (given.rows / {count})", "trailing": f"row % {count}"}.get(given.span)
     if rows is None:
         return []
     if given.width == 1:
-        return [f"const float v{number} = inside ? __half2float(((const __half*)given.in[{number}])[{rows}]) : 0;"]
+        return [f"const float v{number} = inside ? as_float(((const {one}*)given.in[{number}])[{rows}]) : 0;"]
     vectors = launch_of(kernel.columns).vectors
     return [
         f"float v{number}[{vectors}][{WIDTH}] = {{}};",
         f"const size_t from{number} = (size_t)({rows}) * {kernel.columns};",
         *_loop(kernel),
-        f"if (active) load(v{number}[k], given.in[{number}], from{number} + column);",
+        f"if (active) load<{pair}>(v{number}[k], given.in[{number}], from{number} + column);",
         "}",
     ]
 
@@ -219,11 +239,12 @@ def _rotary(kernel: Fused, step: FusedStep, number: int) -> list[str]:
     """Rotary embedding of heads that are rows. Pairs are neighbors, or a half of the row apart."""
     data, _, *tables = step.reads
     heads, half, vectors = int(step.numbers["heads"]), kernel.columns // 2, launch_of(kernel.columns).vectors
+    _, pair = HALVES[kernel.dtype]
     if step.numbers["interleaved"]:
-        load, first, angle = "load_half", "column / 2", "j / 2"
+        load, first, angle = f"load<{pair}, {WIDTH // 4}>", "column / 2", "j / 2"
         partner, sign = f"v{data}[k][j ^ 1]", "(j % 2 ? 1 : -1)"
     else:
-        load, first, angle = "load", f"column % {half}", "j"
+        load, first, angle = f"load<{pair}>", f"column % {half}", "j"
         partner = f"__shfl_xor_sync(~0u, v{data}[k][j], {half // WIDTH})"
         sign = f"(lane < {half // WIDTH} ? -1 : 1)"
     places = ", ".join(map(str, step.reads[1:]))

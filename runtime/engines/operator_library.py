@@ -11,7 +11,7 @@ from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
 # That of native/library.c. An editable install may have a library of older sources than its Python code.
-INTERFACE = 8
+INTERFACE = 9
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 # The types of its functions, which are defined in native/library.c.
 _FUNCTIONS = {

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 Span = Literal["all", "leading", "trailing", "positions", "table"]
+Half = Literal["float16", "bfloat16"]
 
 
 class FusedInput(Struct, frozen=True):
@@ -38,13 +39,15 @@ class FusedStep(Struct, frozen=True):
 class Fused(Struct, frozen=True):
     """A fused operator: its name in the engine's file, and the steps on each row of `columns` numbers.
 
-    The first input is data of span `all`. The output has its shape, and is the result of the last step.
+    The first input is data of span `all`. The output has its shape, and is the result of the last step. Inputs are of
+    type `dtype`, except for positions, and so is the output.
     """
 
     name: str
     columns: int
     inputs: list[FusedInput]
     steps: list[FusedStep]
+    dtype: Half = "float16"
 
 
 # Numbers of columns are multiples of this one, which a kernel's threads load at once, and at most the other.

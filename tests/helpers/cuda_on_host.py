@@ -64,6 +64,25 @@ inline __half __float2half_rn(float x) {
 }
 inline float2 __half22float2(__half2 pair) { return {__half2float(pair.x), __half2float(pair.y)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+
+struct __nv_bfloat16 { uint16_t bits; };
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline float __bfloat162float(__nv_bfloat16 half) {
+    const uint32_t bits = uint32_t(half.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (std::isnan(x)) return {0x7fff};
+    return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // to the nearest even one
+}
+inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {__bfloat162float(pair.x), __bfloat162float(pair.y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
 """
 # As CUDA's cuLaunchKernel, of a kernel with one argument.
 LAUNCH = """
@@ -87,7 +106,8 @@ extern "C" int launch(void (*kernel)(const Arguments), unsigned blocks, unsigned
 
 def compile_on_host(source: str, folder: Path) -> ctypes.CDLL:
     """A library with the source's kernels, and `launch`."""
-    (folder / "cuda_fp16.h").write_text(HEADER)
+    (folder / "cuda_fp16.h").write_text("#pragma once" + HEADER)
+    (folder / "cuda_bf16.h").write_text('#include "cuda_fp16.h"')
     (folder / "kernels.cpp").write_text(source + LAUNCH)
     command = [COMPILER or "g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w", "-I", str(folder)]
     subprocess.run([*command, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)

@@ -33,9 +33,9 @@ static const char* name(const OrtCustomOp* op) { return fused(op)->kernel.name; 
 static size_t inputs(const OrtCustomOp* op) { return fused(op)->kernel.inputs; }
 static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
 static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
-static int half(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_FLOAT16; }
+static int result_type(const OrtCustomOp* op, size_t index) { return (void)index, fused(op)->kernel.type; }
 static int type_of(const OrtCustomOp* op, size_t index) {
-    return fused(op)->kernel.integers >> index & 1 ? ORT_INT64 : ORT_FLOAT16;
+    return fused(op)->kernel.integers >> index & 1 ? ORT_INT64 : fused(op)->kernel.type;
 }
 
 static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** made) {
@@ -120,7 +120,7 @@ FusedOperators* make_fused(const FusedKernel* kernels, int count, int on_gpu, La
         made->own.op.GetInputTypeCount = inputs;
         made->own.op.GetOutputTypeCount = one;
         made->own.op.GetInputType = type_of;
-        made->own.op.GetOutputType = half;
+        made->own.op.GetOutputType = result_type;
         made->own.op.GetInputCharacteristic = made->own.op.GetOutputCharacteristic = required;
         made->own.op.CreateKernelV2 = create;
         made->own.op.KernelComputeV2 = compute;

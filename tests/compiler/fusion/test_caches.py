@@ -16,8 +16,9 @@ from onnx import TensorProto
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.fuse import Fate
-from splitc.compiler.fusion.kernels import HALVES, ON_CPUS, ON_GPUS, Gains
+from splitc.compiler.fusion.kernels import ON_CPUS, ON_GPUS, Gains
 from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.compiler.show.plan_tables import print_explained, print_plan

@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
@@ -15,6 +16,7 @@ from onnx import numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.lowering import fused_rows
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines.fused_kernels import FusedOperators
 from splitc.runtime.engines.fused_source import launch_of, source_of
 from splitc.runtime.engines.onnxruntime_cpu import register_operators
@@ -24,6 +26,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.cuda_on_host import COMPILER, compile_on_host
 
 SCALARS = {"low": -1, "high": 1.5, "half": 0.5, "one": 1, "root": 1.4142, "two": 2, "three": 3}
+TYPES: dict[str, Any] = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 HEADS, HEAD, BATCH, LENGTH = 3, 32, 2, 5
 WIDE = HEADS * HEAD
 # Bodies by the steps that they become. Values are `x` and `y`, both [batch, length, WIDE].
@@ -106,7 +109,7 @@ def engine(body: str, folder: Path, patch: pytest.MonkeyPatch, columns: int = WI
     read = {name for node in model.graph.node for name in node.input}
     for name, array in weights(columns).items():
         if name in read:
-            kind = array.dtype if array.dtype == np.int64 else {"float": np.float32}.get(dtype, np.float16)
+            kind = array.dtype if array.dtype == np.int64 else TYPES[dtype]
             model.graph.initializer.append(numpy_helper.from_array(np.asarray(array, kind), name))
     for value in [value for value in model.graph.input if value.name not in read]:
         model.graph.input.remove(value)
@@ -126,10 +129,14 @@ def steps_of(package: Path) -> list[list[str]]:
 
 
 def feeds_of(path: Path) -> dict[str, Any]:
+    """Numbers that all types hold, in the type of the inputs."""
     random = np.random.default_rng(1)
-    inputs = onnx.load(path, load_external_data=False).graph.input
-    shapes = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in inputs}
-    return {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    feeds = {}
+    for value in onnx.load(path, load_external_data=False).graph.input:
+        kind = value.type.tensor_type
+        numbers = random.standard_normal([size.dim_value for size in kind.shape.dim]).astype(ml_dtypes.bfloat16)
+        feeds[value.name] = numbers.astype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    return feeds
 
 
 def run(path: Path, operators: FusedOperators | None = None) -> Any:
@@ -137,7 +144,8 @@ def run(path: Path, operators: FusedOperators | None = None) -> Any:
     options.log_severity_level = 4
     register_operators(options, operators)
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds_of(path))[0].astype(np.float32)
+    values = {name: host_value(array) for name, array in feeds_of(path).items()}
+    return host_array(session.run_with_ort_values(None, values)[0]).astype(np.float32)
 
 
 def operators_on_host(kernels: list[Fused], folder: Path) -> FusedOperators:
@@ -176,6 +184,23 @@ def test_kernels_compute_what_their_functions_do(tmp_path: Path, monkeypatch: py
     for package in packages.values():
         path = package / "rank0/stage0.onnx"
         np.testing.assert_allclose(run(path, operators), run(path), atol=2e-3, rtol=2e-3)
+    operators.release()
+
+
+@pytest.mark.skipif(COMPILER is None or not is_built(), reason="needs a C++ compiler")
+def test_kernels_of_bfloat16_compute_what_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime has no operators of bfloat16 on CPUs, so the model in float32 is the reference."""
+    packages, references = [], []
+    for number, (body, steps) in enumerate(BODIES.values()):
+        for dtype, made in (("bfloat16", packages), ("float", references)):
+            (folder := tmp_path / f"{dtype}{number}").mkdir()
+            made.append(engine(body, folder, monkeypatch, dtype=dtype))
+        assert [sorted(own) for own in steps_of(packages[-1])] == [sorted(steps)]
+    kernels = {kernel.name: kernel for package in packages for kernel in kernels_of(package)}
+    operators = operators_on_host(list(kernels.values()), tmp_path)
+    for package, reference in zip(packages, references, strict=True):
+        got, expected = run(package / "rank0/stage0.onnx", operators), run(reference.parent / "model.onnx")
+        assert np.abs(got - expected).max() < 2e-2 * np.abs(expected).max()
     operators.release()
 
 

@@ -1,0 +1,66 @@
+"""Decoders in bfloat16 have the engines for GPUs that those in float16 have, whose numbers are compared elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import pytest
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.lowering import fused_rows
+from splitc.compiler.lowering.communication import HALF
+from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+
+
+def operators_of(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Counter[str]:
+    """How often each operator is in the first rank's engine."""
+    save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, dtype=dtype)), folder / "model.onnx")
+    request = Request(split_mode="tensor" if len(devices) > 1 else "layer", memory=1 << 30)
+    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
+    names = [node.op_type for node in onnx.load(folder / "package/rank0/stage0.onnx").graph.node]
+    return Counter("Rows" if name.startswith("Rows") else name.removesuffix(HALF) for name in names)
+
+
+@pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
+def test_a_decoder_is_fused_as_in_float16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Sequence[str]
+) -> None:
+    monkeypatch.setattr(fused_rows, "LEAST", 0)
+    made = [
+        operators_of(dtype, devices, tmp_path / dtype.name) for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    ]
+    assert made[0] == made[1]
+    assert made[1]["GroupQueryAttention"] == 2 and made[1]["Rows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("node", "casts"),
+    [
+        ("y = Reciprocal (x)", 2),
+        ("y = Sqrt (x)", 0),
+        ("y = Less (x, x)", 2),
+        ("y = Pad (x, pads)", 2),
+        ("y = Unique (x)", 0),
+    ],
+)
+def test_what_has_no_kernel_is_computed_in_single_precision(node: str, casts: int) -> None:
+    """Without casts ONNX Runtime would not load the graph. Unique has no kernel for any type."""
+    kind = "bool" if "Less" in node else "bfloat16"
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g (bfloat16[4, 8] x) => ({kind}[n, m] y)
+        <int64[4] pads = {{0, 1, 0, 1}}> {{ {node} }}"""
+    )
+    graph = ir.from_proto(model).graph
+    keep_on_gpu(graph, 21, {})
+    assert [node.op_type for node in graph].count("Cast") == casts
+    assert (why_not_captured(graph) == "") == ("Unique" not in node)
+    if casts:
+        onnx.checker.check_model(ir.to_proto(ir.Model(graph, ir_version=10)), full_check=True)
