@@ -138,6 +138,11 @@ class Decoder:
 
         return self.writer.weight(name, ir.LazyTensor(make, self.size.dtype, ir.Shape(shape), name=name))
 
+    @property
+    def lowest(self) -> float:
+        """The lowest finite number of the decoder's type."""
+        return float(ml_dtypes.finfo(self.size.dtype.numpy()).min)  # type: ignore[no-untyped-call]
+
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         return value if self.size.dtype == ir.DataType.FLOAT else self.writer.op("Cast", value, to=dtype)
 
@@ -147,7 +152,7 @@ class Decoder:
         present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
         dtype = self.size.dtype.numpy()
         if self.size.capacity:  # the mask says all
-            return w.op("Where", present, w.constant(0, dtype), w.constant(float(ml_dtypes.finfo(dtype).min), dtype))
+            return w.op("Where", present, w.constant(0, dtype), w.constant(self.lowest, dtype))
         total = w.op("Shape", mask, start=1, end=2)
         length = w.op("Shape", positions, start=1, end=2)
         zero, one = w.constant(0, np.int64), w.constant(1, np.int64)
@@ -157,7 +162,7 @@ class Decoder:
         queries = w.op("Add", new, w.op("Sub", total, length))
         causal = w.op("LessOrEqual", keys, w.op("Unsqueeze", queries, w.constant([1], np.int64)))
         allowed = w.op("And", causal, present)
-        return w.op("Where", allowed, w.constant(0, dtype), w.constant(float(ml_dtypes.finfo(dtype).min), dtype))
+        return w.op("Where", allowed, w.constant(0, dtype), w.constant(self.lowest, dtype))
 
     def append(self, past: ir.Value, new: ir.Value) -> ir.Value:
         """A cache with the new tokens appended."""

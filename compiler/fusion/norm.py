@@ -152,8 +152,8 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
 
 
 def half_result(value: ir.Value) -> ir.Value | None:
-    """The float16 or bfloat16 value that a value is cast to, if that is its only use; else None."""
-    cast = only_user(value, "Cast")
+    """The value in half precision that a wider one is cast to, if that is its only use; else None."""
+    cast = None if value.dtype in HALVES else only_user(value, "Cast")
     return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
 
 
@@ -224,8 +224,8 @@ def find_narrowed(norm: ir.Node) -> Narrowed | None:
 
 
 def half_source(value: ir.Value) -> ir.Value | None:
-    """The float16 or bfloat16 value that a value is cast from; None if it is not."""
-    source = value_before(value, "Cast")
+    """The value in half precision that a wider one is cast from; None if it is not."""
+    source = None if value.dtype in HALVES else value_before(value, "Cast")
     return source if source is not None and source.dtype in HALVES else None
 
 

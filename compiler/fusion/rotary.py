@@ -244,13 +244,20 @@ def _factors(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _uncast(value: ir.Value) -> ir.Value:
-    """The value before casts."""
-    return source_through(value, "Cast")
+    """The value before casts to a wider type. Narrower ones round, and rotations of their results have their type."""
+    source = value_before(value, "Cast")
+    while source is not None and not _is_narrower(value, source):
+        value, source = source, value_before(source, "Cast")
+    return value
+
+
+def _is_narrower(value: ir.Value, source: ir.Value) -> bool:
+    return value.dtype is not None and source.dtype is not None and value.dtype.itemsize <= source.dtype.itemsize
 
 
 def _is_joined(value: ir.Value) -> bool:
     """Whether a value is the result of a Concat, perhaps cast and reshaped."""
-    return made_by(source_through(_uncast(value), "Reshape", "Flatten"), "Concat") is not None
+    return made_by(source_through(source_through(value, "Cast"), "Reshape", "Flatten"), "Concat") is not None
 
 
 def _is_interleaved(places: Places) -> bool | None:

@@ -2,10 +2,12 @@
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
+    python -m tests.benchmarks.fused_attention --device cuda --bfloat16
 
 Two attentions with their projections, or eight of the other operators, in ONNX Runtime alone. Prints a line for each
-shape, and the largest difference. The table in `splitc.compiler.fusion.kernels` is based on this, and so is what is
-fused in engines for GPUs (`splitc.compiler.lowering.gpu_fusions`).
+shape, and the largest difference. With --bfloat16, half precision is bfloat16, with casts of inputs and outputs. The
+table in `splitc.compiler.fusion.kernels` is based on this, and so is what is fused in engines for GPUs
+(`splitc.compiler.lowering.gpu_fusions`).
 """
 
 from __future__ import annotations
@@ -17,25 +19,28 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto
+from onnx.helper import make_node
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.lowering.gpu_functions import functions_of
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
+from splitc.compiler.operators.gpu_kernels import HALVES as HALF_TYPES
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.engines.onnx_session import open_onnx
 from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
-TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+TYPES = frozenset({ir.DataType.FLOAT, *HALF_TYPES})
 ALL = Gains(TYPES, parts=TYPES, modulations=TYPES, divided=TYPES)
 # Cases: their names, how attention is written, and the sizes.
 CPU = [
@@ -143,11 +148,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--only", default="", help="what is in the names of the cases")
+    parser.add_argument("--bfloat16", action="store_true", help="the cases in half precision, in bfloat16")
     options = parser.parse_args()
     rows = table("", "written", "fused", "ratio", "difference", right=("written", "fused", "ratio"))
     for name, model, inputs in cases(options.device):
-        if options.only not in name:
+        if options.only not in name or (options.bfloat16 and HALF not in types_of(model)):
             continue
+        if options.bfloat16:
+            use_bfloat16(model)
         with tempfile.TemporaryDirectory() as folder:
             path, fused = Path(folder) / "model.onnx", Path(folder) / "fused.onnx"
             onnx.save(model, path)
@@ -167,6 +175,41 @@ def main() -> None:
         difference = float(np.abs(one - other).max() / np.abs(one).max())
         rows.add_row(name, *(f"{1e3 * t:.3f} ms" for t in took), f"{took[0] / took[1]:.2f}", f"{difference:.1e}")
     out.print(rows)
+
+
+def types_of(model: onnx.ModelProto) -> set[int]:
+    """The types of a model's inputs."""
+    return {value.type.tensor_type.elem_type for value in model.graph.input}
+
+
+def use_bfloat16(model: onnx.ModelProto) -> None:
+    """Replace float16 by bfloat16 in place, with casts of inputs and outputs, whose types stay."""
+    graph, bfloat16 = model.graph, TensorProto.BFLOAT16
+    halves = [value for value in (*graph.input, *graph.output) if value.type.tensor_type.elem_type == HALF]
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"{name}/own" if any(name == value.name for value in halves) else name for name in names]
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.i == HALF:
+                attribute.i = bfloat16
+            if attribute.HasField("t"):
+                attribute.t.CopyFrom(as_bfloat16(attribute.t))
+    weights = [as_bfloat16(tensor) for tensor in graph.initializer]
+    del graph.initializer[:]
+    graph.initializer.extend(weights)
+    before = [make_node("Cast", [v.name], [f"{v.name}/own"], to=bfloat16) for v in halves if v in graph.input]
+    after = [make_node("Cast", [f"{v.name}/own"], [v.name], to=HALF) for v in halves if v in graph.output]
+    nodes = [*before, *graph.node, *after]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]
+
+
+def as_bfloat16(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """A tensor, in bfloat16 if it is in float16."""
+    if tensor.data_type != HALF:
+        return tensor
+    return onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16), tensor.name)
 
 
 def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndarray]]]:

@@ -23,7 +23,7 @@ from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 def operators_of(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Counter[str]:
     """How often each operator is in the first rank's engine."""
     save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, dtype=dtype)), folder / "model.onnx")
-    request = Request(split_mode="tensor" if len(devices) > 1 else "layer", memory=1 << 30)
+    request = Request(split_mode="tensor" if len(devices) > 1 else "layer", memory=["1GiB"])
     compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
     names = [node.op_type for node in onnx.load(folder / "package/rank0/stage0.onnx").graph.node]
     return Counter("Rows" if name.startswith("Rows") else name.removesuffix(HALF) for name in names)

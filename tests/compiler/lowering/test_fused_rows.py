@@ -190,7 +190,7 @@ def test_kernels_compute_what_their_functions_do(tmp_path: Path, monkeypatch: py
 @pytest.mark.skipif(COMPILER is None or not is_built(), reason="needs a C++ compiler")
 def test_kernels_of_bfloat16_compute_what_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime has no operators of bfloat16 on CPUs, so the model in float32 is the reference."""
-    packages, references = [], []
+    packages, references = list[Path](), list[Path]()
     for number, (body, steps) in enumerate(BODIES.values()):
         for dtype, made in (("bfloat16", packages), ("float", references)):
             (folder := tmp_path / f"{dtype}{number}").mkdir()
