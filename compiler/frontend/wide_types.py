@@ -5,9 +5,13 @@ Shapes are the same, and numbers are more exact.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import put_behind
 from splitc.runtime.arrays.array import Array
 
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
@@ -32,6 +36,18 @@ def wide_attribute(attribute: ir.Attr) -> ir.Attr:
     if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == NARROW:
         return ir.AttrTensor(attribute.name, ir.Tensor(wide_array(attribute.as_tensor().numpy())))
     return attribute
+
+
+def cast_outside(graph: ir.Graph, narrow: Collection[str]) -> None:
+    """Give inputs and outputs with these names, which are float32, the type bfloat16, by casts, in place."""
+    for value in [value for value in graph.inputs if value.name in narrow]:
+        cast = ir.node("Cast", [value], {"to": WIDE})
+        cast.outputs[0].name, cast.outputs[0].type = f"{value.name}/wide", value.type
+        graph.insert_before(graph[0], cast)
+        put_behind(cast, value)
+        value.type = ir.TensorType(NARROW)
+    for value in [value for value in graph.outputs if value.name in narrow]:
+        Editor(graph).wrap(value, "Cast", [value], "wide", dtype=NARROW, to=NARROW)
 
 
 def use_wide_types(graph: ir.Graph) -> None:

@@ -5,27 +5,41 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.wide_types import cast_outside, use_wide_types
 from splitc.compiler.lowering import fused_rows
 from splitc.compiler.lowering.communication import HALF
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.runtime.arrays.ort_values import host_array, host_value
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.requests.lengths import length_feeds
+from splitc.runtime.requests.preamble import PreambleEngine
 
 
-def operators_of(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Counter[str]:
-    """How often each operator is in the first rank's engine."""
+def compiled(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Path:
+    """The package of a small decoder."""
     save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, dtype=dtype)), folder / "model.onnx")
     request = Request(split_mode="tensor" if len(devices) > 1 else "layer", memory=["1GiB"])
     compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
-    names = [node.op_type for node in onnx.load(folder / "package/rank0/stage0.onnx").graph.node]
+    return folder / "package"
+
+
+def operators_of(package: Path) -> Counter[str]:
+    """How often each operator is in the first rank's engine."""
+    names = [node.op_type for node in onnx.load(package / "rank0/stage0.onnx").graph.node]
     return Counter("Rows" if name.startswith("Rows") else name.removesuffix(HALF) for name in names)
 
 
@@ -35,10 +49,46 @@ def test_a_decoder_is_fused_as_in_float16(
 ) -> None:
     monkeypatch.setattr(fused_rows, "LEAST", 0)
     made = [
-        operators_of(dtype, devices, tmp_path / dtype.name) for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        operators_of(compiled(dtype, devices, tmp_path / dtype.name))
+        for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     ]
     assert made[0] == made[1]
     assert made[1]["GroupQueryAttention"] == 2 and made[1]["Rows"] > 0
+
+
+def test_masks_are_computed_on_the_cpu(tmp_path: Path) -> None:
+    """With a hidden token, so that engines need the mask. ONNX Runtime has no Where for bfloat16 on CPUs."""
+    package = compiled(ir.DataType.BFLOAT16, ["cuda0"], tmp_path)
+    manifest = read_manifest(package)
+    assert manifest.preamble is not None
+    engine = PreambleEngine(package, manifest.preamble, manifest.lengths)
+    feeds: dict[str, Any] = {
+        "input_ids": np.array([[5, 6, 7]]),
+        "attention_mask": np.array([[0, 1, 1, 1, 1]]),
+        "position_ids": np.array([[1, 2, 3]]),
+    }
+    feeds |= length_feeds(manifest.lengths, 1, {one.input: 2 for one in manifest.lengths}, feeds)
+    ((mask, _),) = manifest.preamble.masks.items()
+    (made,) = [array for name, array in engine.apply(feeds).items() if name == mask]
+    seen = np.tri(3, 5, 2, np.bool_)
+    seen[:, 0] = False
+    assert made.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(np.asarray(made)[0, 0, :, :5] == 0, seen)
+
+
+def test_a_part_in_single_precision_takes_and_returns_bfloat16() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (bfloat16[2] x, float[2] z) => (bfloat16[2] y, float[2] w)
+        { double = Add (x, x)  wide = Cast <to = 1> (double)  w = Add (wide, z)  y = Where (b, double, x) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([True, False]), "b"))
+    part = ir.from_proto(model)
+    use_wide_types(part.graph)
+    cast_outside(part.graph, ["x", "y"])
+    session = ort.InferenceSession(ir.to_proto(part).SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = {"x": host_value(np.array([1, 2], ml_dtypes.bfloat16)), "z": host_value(np.array([1, 1], np.float32))}
+    y, w = map(host_array, session.run_with_ort_values(["y", "w"], feeds))
+    assert y.dtype == ml_dtypes.bfloat16
+    assert (y.tolist(), w.tolist()) == ([2, 2], [3, 5])
 
 
 @pytest.mark.parametrize(
