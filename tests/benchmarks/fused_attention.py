@@ -156,25 +156,29 @@ def main() -> None:
             continue
         if options.bfloat16:
             use_bfloat16(model)
-        with tempfile.TemporaryDirectory() as folder:
-            path, fused = Path(folder) / "model.onnx", Path(folder) / "fused.onnx"
-            onnx.save(model, path)
-            analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
-            made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
-            assert all(fate.operator for fate in made.fates), made.fates
-            engine = made.graph.graph.clone()
-            if options.device == "cuda":
-                fuse_for_gpus(engine, analysis.costs.bound.shapes, rows=False)
-            ir.save(ir.Model(engine, functions=functions_of(engine), ir_version=made.graph.model.ir_version), fused)
-            try:
-                took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
-            except Exception as error:
-                rows.add_row(name, "", "", "", str(error)[:200])
-                continue
-        one, other = (array.astype(np.float64) for array in outputs)
-        difference = float(np.abs(one - other).max() / np.abs(one).max())
-        rows.add_row(name, *(f"{1e3 * t:.3f} ms" for t in took), f"{took[0] / took[1]:.2f}", f"{difference:.1e}")
+        try:
+            rows.add_row(name, *measured(model, inputs, options.device, options.runs))
+        except Exception as error:
+            rows.add_row(name, "", "", "", str(error)[:200])
     out.print(rows)
+
+
+def measured(model: onnx.ModelProto, inputs: dict[str, np.ndarray], device: str, runs: int) -> list[str]:
+    """The times as exported and fused, their ratio, and the largest difference."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, fused = Path(folder) / "model.onnx", Path(folder) / "fused.onnx"
+        onnx.save(model, path)
+        analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
+        made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
+        assert all(fate.operator for fate in made.fates), made.fates
+        engine = made.graph.graph.clone()
+        if device == "cuda":
+            fuse_for_gpus(engine, analysis.costs.bound.shapes, rows=False)
+        ir.save(ir.Model(engine, functions=functions_of(engine), ir_version=made.graph.model.ir_version), fused)
+        took, outputs = measure([opened(each, inputs, device) for each in (path, fused)], runs)
+    one, other = (array.astype(np.float64) for array in outputs)
+    difference = float(np.abs(one - other).max() / np.abs(one).max())
+    return [*(f"{1e3 * t:.3f} ms" for t in took), f"{took[0] / took[1]:.2f}", f"{difference:.1e}"]
 
 
 def types_of(model: onnx.ModelProto) -> set[int]:

@@ -210,7 +210,7 @@ def test_explain_shows_axes_and_what_pins_them(decoder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "160" in result.output
     assert "80,80" in result.output
-    assert "(ReduceMean) needs the axis of 64 whole" in result.output
+    assert "(SimplifiedLayerNormalization) needs the axis of 64 whole" in result.output
     assert f"{2 * DECODER.layers} collectives" in result.output
 
 

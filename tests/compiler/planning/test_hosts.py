@@ -154,7 +154,7 @@ def test_hosts_in_a_plan_file(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_plan_and_compile_for_hosts(deep_decoder: Path, tmp_path: Path) -> None:
-    options = ["--hosts", "2x2xcpu", "--memory", "1GiB", "--interconnect", "25GB/s,5us"]
+    options = ["--hosts", "2x2xcpu", "--memory", "1GiB", "--interconnect", "25GB/s,5us", "--spread"]
     shown = splitc("plan", deep_decoder, *options, "-o", tmp_path / "plan.json").stdout
     assert "2 hosts, groups inside" in shown
     package = tmp_path / "package"
