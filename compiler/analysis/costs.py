@@ -144,20 +144,20 @@ class Costs:
         }
 
     def weight_in_memory(self, weight: ir.Value, size: int) -> int:
-        """The bytes of a weight, or a shard, of `size` bytes in an engine: on CPUs, float16 is cast to float32.
+        """The bytes of a weight, or a shard, of `size` bytes in an engine: on CPUs, half precision is cast to float32.
 
         CPU kernels compute in float32. Embedding tables are not cast.
         """
-        is_single = self.maps_weights and weight.dtype == ir.DataType.FLOAT16 and weight not in self.in_files
+        is_single = self.maps_weights and weight.dtype in HALVES and weight not in self.in_files
         return 2 * size if is_single else size
 
     def value_in_memory(self, value: ir.Value, size: int, is_given: bool) -> int:
-        """The bytes of a computed value, or a shard, of `size` bytes in an engine: on CPUs, float16 is float32.
+        """The bytes of a computed value, or a shard, of `size` bytes in an engine: on CPUs, half precision is float32.
 
         Casts between two float32 kernels are removed (core/optimizer/insert_cast_transformer.cc). An output
         (`is_given`) is cast at the end, and exists in both types.
         """
-        if not self.maps_weights or value.dtype != ir.DataType.FLOAT16:
+        if not self.maps_weights or value.dtype not in HALVES:
             return size
         return (3 if is_given else 2) * size
 
@@ -266,10 +266,10 @@ class Costs:
         return elements * self._item_bytes(node) if elements else elements
 
     def _item_bytes(self, node: ir.Node) -> int:
-        """The bytes of an element of a node's output as its kernel computes it: on CPUs, float16 as float32."""
+        """The bytes of an element of a node's output as its kernel computes it: on CPUs, half precision as float32."""
         dtype = node.outputs[0].dtype
         size = dtype.bitwidth // 8 if dtype is not None else 0
-        return 4 if self.maps_weights and dtype == ir.DataType.FLOAT16 else size
+        return 4 if self.maps_weights and dtype in HALVES else size
 
     @cached_property
     def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:

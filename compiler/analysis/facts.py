@@ -23,7 +23,7 @@ from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symb
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
 from splitc.compiler.frontend.states import find_states, growing_symbols, settle_state_sizes, written_in_place
-from splitc.compiler.fusion.fuse import Fate, Fused, fuse
+from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.fusion.preamble import Preamble
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
@@ -47,7 +47,7 @@ class Analysis:
       ones and are tuned for the `typical` ones.
     - `fitted`: how the largest shapes were determined and tried.
     - `gains`: where fused operators are faster; None if nothing is fused.
-    - `fates`, `lengths`, `preamble`, `uncompared`: the results of fusion, see `Fused`.
+    - `outcomes`, `lengths`, `preamble`, `uncompared`: the results of fusion, see `Fused`.
     - `slotless`: weights of layers without a slot for adapters, with the reason.
     """
 
@@ -60,7 +60,7 @@ class Analysis:
     partition: Partition
     fitted: Fitted
     gains: Gains | None = None
-    fates: tuple[Fate, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
     lengths: tuple[Length, ...] = ()
     merged: tuple[Merged, ...] = ()
     slots: tuple[Slot, ...] = ()
@@ -162,7 +162,7 @@ def _analyze(
         blocks,
         fitted,
         gains,
-        fused.fates,
+        fused.outcomes,
         fused.lengths,
         preamble=fused.preamble,
         uncompared=fused.uncompared,

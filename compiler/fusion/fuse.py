@@ -45,7 +45,7 @@ from splitc.runtime.package.states import Length, State
 
 
 @dataclass(frozen=True)
-class Fate:
+class Outcome:
     """What became of one subgraph that looks like a pattern: the `operator` that replaces it, or `why` nothing does.
 
     `kind` is the kind of pattern: attention, a cache, a norm, a rotary embedding, a product that is split, and so on.
@@ -63,7 +63,7 @@ class Fused:
     """A graph after fusion.
 
     - `bound`: the shapes of all its values.
-    - `fates`: what became of each subgraph that looks like a pattern.
+    - `outcomes`: what became of each subgraph that looks like a pattern.
     - `lengths`: inputs that fusion added, for the lengths of caches. The `preamble` computes further added inputs.
     - `uncompared`: symbols of dynamic sizes that inputs must agree on. The nodes that would have failed on unequal
       sizes were fused, and the fused operator does not check them.
@@ -71,7 +71,7 @@ class Fused:
 
     graph: Graph
     bound: BoundShapes
-    fates: tuple[Fate, ...]
+    outcomes: tuple[Outcome, ...]
     lengths: tuple[Length, ...] = ()
     preamble: Preamble | None = None
     uncompared: frozenset[str] = frozenset()
@@ -93,29 +93,32 @@ def fuse(
     fixed = work.fix_numbers()
     nodes = [node for node in graph.nodes if node.graph is not None]
     # Attention comes last: norms and rotary embeddings of its queries and keys are single operators by then.
-    parts = {node: fate for node in nodes if gains.parts and (fate := work.part(node)) is not None}
-    if any(fate.operator in (ASSEMBLED, ROTARY) for fate in parts.values()):
+    parts = {node: outcome for node in nodes if gains.parts and (outcome := work.part(node)) is not None}
+    if any(outcome.operator in (ASSEMBLED, ROTARY) for outcome in parts.values()):
         remove_unused(graph.graph)  # so that replaced ScatterND nodes no longer count as readers
     nodes = [node for node in nodes if node in parts or node.graph is not None]
-    fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
-    fates += [*work.unfused_caches(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
+    outcomes = [outcome for node in nodes for outcome in ([parts[node]] if node in parts else work.attention(node))]
+    outcomes += [
+        *work.unfused_caches(any(outcome.kind == "cache" for outcome in outcomes)),
+        *_looks_inside(graph, work),
+    ]
     lengths = work.lengths.entries() if work.caches else ()
-    if not any(fate.operator for fate in fates):
-        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(fates))
+    if not any(outcome.operator for outcome in outcomes):
+        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
     work.join_views()
-    if any(fate.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for fate in fates):
+    if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     reads, preamble = complete(graph.model), None
     if lengths and gains.has_room:
         try:
             preamble = work.preamble(roles)
             reads = complete(graph.model)
-            fates.append(Fate(lengths[0].input, "preamble", None, "preamble"))
+            outcomes.append(Outcome(lengths[0].input, "preamble", None, "preamble"))
         except NotFusedError as error:
-            fates.append(Fate(lengths[0].input, None, str(error), "preamble"))
+            outcomes.append(Outcome(lengths[0].input, None, str(error), "preamble"))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
-    uncompared = work.uncompared() if any(fate.operator == ROTARY for fate in fates) else frozenset()
-    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, preamble, uncompared)
+    uncompared = work.uncompared() if any(outcome.operator == ROTARY for outcome in outcomes) else frozenset()
+    return Fused(replace(graph, reads=reads), bound, tuple(outcomes), lengths, preamble, uncompared)
 
 
 @dataclass(frozen=True)
@@ -191,18 +194,18 @@ class _Work:
         states = [state.input for state in self.states]
         return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
-    def part(self, node: ir.Node) -> Fate | None:
+    def part(self, node: ir.Node) -> Outcome | None:
         """Fuse a pattern other than attention that begins or ends at a node; None if there is none."""
         place = name_of(node)
         for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
-                    return Fate(place, operator, None, "rotary" if operator == ROTARY else kind)
+                    return Outcome(place, operator, None, "rotary" if operator == ROTARY else kind)
             except NotFusedError as error:
-                return Fate(place, None, str(error), kind)
+                return Outcome(place, None, str(error), kind)
         return None
 
-    def attention(self, node: ir.Node) -> Iterator[Fate]:
+    def attention(self, node: ir.Node) -> Iterator[Outcome]:
         """Fuse the attention around a Softmax, and its caches, or replace ONNX's operator Attention.
 
         Yields nothing for other nodes, nor for an Attention without caches that stays as it is.
@@ -216,27 +219,27 @@ class _Work:
         try:
             attention = find_attention(softmax, self._rank_of)
         except NotFusedError as error:
-            yield Fate(softmax.name, None, str(error), "attention" if self.gains.attention else "cache")
+            yield Outcome(softmax.name, None, str(error), "attention" if self.gains.attention else "cache")
             return
         if attention is None:
             return
         yield from self._replaced(softmax.name, attention)
 
-    def _operator(self, node: ir.Node) -> list[Fate]:
+    def _operator(self, node: ir.Node) -> list[Outcome]:
         """Replace ONNX's operator Attention by one of ONNX Runtime's, with its caches, where that is faster."""
         if not self.caches and not self.gains.attention:
             return []
         place = name_of(node)
         work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
         try:
-            fates = list(self._replaced(place, read_operator(node, work)))
+            outcomes = list(self._replaced(place, read_operator(node, work)))
         except NotFusedError as error:
-            fates = [Fate(place, None, str(error), "cache")] if self.caches else []
-        if not any(fate.operator for fate in fates):
+            outcomes = [Outcome(place, None, str(error), "cache")] if self.caches else []
+        if not any(outcome.operator for outcome in outcomes):
             work.undo()
-        return [fate for fate in fates if fate.operator or fate.kind == "cache"]
+        return [outcome for outcome in outcomes if outcome.operator or outcome.kind == "cache"]
 
-    def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
+    def _replaced(self, place: str, attention: Attention) -> Iterator[Outcome]:
         """Fuse an attention: on its latent (multi-head latent attention), else with its caches, else alone."""
         attention = with_blanks(attention, self._sizes)
         latent = self._on_latent(place, attention)
@@ -250,7 +253,7 @@ class _Work:
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
 
-    def _on_latent(self, place: str, attention: Attention) -> Fate | None:
+    def _on_latent(self, place: str, attention: Attention) -> Outcome | None:
         """Fuse an attention whose keys and values are projected from a cached latent; None for any other."""
         latent = find_latent(attention, self.caches, self._sizes) if self.caches else None
         query = self._shape_of(attention.query.value)
@@ -264,12 +267,12 @@ class _Work:
                 )
             write_latent(latent, self.editor, self._sizes)
         except NotFusedError as error:
-            return Fate(place, None, str(error), "latent")
+            return Outcome(place, None, str(error), "latent")
         shared = [part for part in latent.parts if isinstance(part, ir.Value)]
         self.latents.update(self.caches.keys() & {latent.latent, *shared})
-        return Fate(place, LATENT, None, "latent")
+        return Outcome(place, LATENT, None, "latent")
 
-    def _with_caches(self, place: str, attention: Attention) -> Fate | None:
+    def _with_caches(self, place: str, attention: Attention) -> Outcome | None:
         """Fuse an attention with its caches; None if it has none."""
         try:
             cached = find_caches(attention, self.caches, self._shape_of)
@@ -283,10 +286,10 @@ class _Work:
                 raise NotFusedError(f"the installed ONNX Runtime has no {GROUPED}: install a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)
         except NotFusedError as error:
-            return Fate(place, None, str(error), "cache")
-        return Fate(place, GROUPED, None, "cache")
+            return Outcome(place, None, str(error), "cache")
+        return Outcome(place, GROUPED, None, "cache")
 
-    def _alone(self, place: str, attention: Attention) -> Fate:
+    def _alone(self, place: str, attention: Attention) -> Outcome:
         """Fuse an attention without its caches."""
         gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
@@ -297,15 +300,15 @@ class _Work:
                 raise NotFusedError("no kernel is faster with a mask or a bias")
             write_multi_head_attention(attention, self.editor, self._sizes, gains.largest_head)
         except NotFusedError as error:
-            return Fate(place, None, str(error))
-        return Fate(place, OPERATOR)
+            return Outcome(place, None, str(error))
+        return Outcome(place, OPERATOR)
 
-    def unfused_caches(self, is_read: bool) -> list[Fate]:
+    def unfused_caches(self, is_read: bool) -> list[Outcome]:
         """The caches that can't be written in place, with reasons. `is_read`: some attention reads a cache."""
         if not self.gains.caches:
             return []
         reasons = unfused_caches(self.graph.graph, self.states, self.caches, is_read, self.latents)
-        return [Fate(past, None, str(why), "cache") for past, why in reasons]
+        return [Outcome(past, None, str(why), "cache") for past, why in reasons]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:
         if value.const_value is not None:
@@ -317,11 +320,11 @@ class _Work:
         return None if shape is None else len(shape)
 
 
-def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:
+def _looks_inside(graph: Graph, work: _Work) -> list[Outcome]:
     """Subgraphs that look like attention inside an If or a Loop. They stay: shapes are not known there."""
     if not work.gains.attention or not has_subgraphs(graph.graph):
         return []
     unknown = replace(work, gains=Gains(frozenset({ir.DataType.UNDEFINED})))
     inside = (node for node in all_nodes(graph.graph) if node.graph is not graph.graph)
-    fates = (fate for node in inside for fate in unknown.attention(node))
-    return [replace(fate, why="it is inside an If or a Loop") for fate in fates]
+    outcomes = (outcome for node in inside for outcome in unknown.attention(node))
+    return [replace(outcome, why="it is inside an If or a Loop") for outcome in outcomes]

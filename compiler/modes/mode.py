@@ -57,7 +57,7 @@ class WholeValues:
     def is_partial(self, value: ir.Value) -> bool:
         return False
 
-    def axis_fates(self) -> None:
+    def axis_splits(self) -> None:
         return None
 
     def file_fields(self) -> Mapping[str, Any]:

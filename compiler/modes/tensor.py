@@ -34,7 +34,7 @@ from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.held import held_shards, rank_nodes, summed_parts
-from splitc.compiler.sharding.report import WeightFate, sharded_share, sharded_weights
+from splitc.compiler.sharding.report import WeightSplit, sharded_share, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
@@ -158,7 +158,7 @@ def _make_plan(
             )
             ranks.append(rank)
     held_here = {weight.name for rank in ranks for weight in analysis.costs.weights(rank.stage.nodes)}
-    weights = [fate for fate in sharded_weights(analysis, sharded, axes.choice) if fate.name in held_here]
+    weights = [outcome for outcome in sharded_weights(analysis, sharded, axes.choice) if outcome.name in held_here]
     _check_split(weights)
     _check_drawn(sharded)
     cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
@@ -197,7 +197,7 @@ def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]
     ]
 
 
-def _check_split(weights: Sequence[WeightFate]) -> None:
+def _check_split(weights: Sequence[WeightSplit]) -> None:
     """Raise CannotSplitError if nothing is sharded."""
     if not any(weight.split for weight in weights):
         if not weights:

@@ -28,7 +28,7 @@ from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.report import AxisFate, axis_fates
+from splitc.compiler.sharding.report import AxisSplit, axis_splits
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.hardware.profiles import HOST
 from splitc.runtime.package.manifest import Part
@@ -187,8 +187,8 @@ class TensorSplit:
     def is_partial(self, value: ir.Value) -> bool:
         return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
 
-    def axis_fates(self) -> list[AxisFate]:
-        return axis_fates(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
+    def axis_splits(self) -> list[AxisSplit]:
+        return axis_splits(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
 
     def file_fields(self) -> Mapping[str, Any]:
         return {"islands": self.axes.islands}

@@ -13,7 +13,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
 from splitc.compiler.planning.split import Split
 from splitc.compiler.request.request import DISK, Request
-from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
+from splitc.compiler.sharding.report import WeightSplit, warn_if_little_split
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import Device
@@ -59,7 +59,7 @@ def assemble(
     split: Split,
     ranks: Sequence[RankPlan],
     cuts: Sequence[CutPlan],
-    weights: Sequence[WeightFate] = (),
+    weights: Sequence[WeightSplit] = (),
     whole: str = "",
 ) -> Plan:
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages.

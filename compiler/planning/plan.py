@@ -12,7 +12,7 @@ from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.request.request import HOST
-from splitc.compiler.sharding.report import WeightFate
+from splitc.compiler.sharding.report import WeightSplit
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.package.manifest import Cut
@@ -80,7 +80,7 @@ class Plan(Listed):
     profiled: bool
     ranks: tuple[RankPlan, ...]
     cuts: tuple[CutPlan, ...]
-    weights: tuple[WeightFate, ...] = ()
+    weights: tuple[WeightSplit, ...] = ()
     warnings: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     choice: str | None = None
@@ -105,7 +105,9 @@ class Plan(Listed):
         Ranks compute differently, rows are cut and joined, or operators are fused: for GPUs some are inside engines.
         """
         on_gpus = self.engine == ONNXRUNTIME and any(rank.device.kind == "cuda" for rank in self.ranks)
-        fuses = self.analysis.fuses and (on_gpus or any(fate.operator is not None for fate in self.analysis.fates))
+        fuses = self.analysis.fuses and (
+            on_gpus or any(outcome.operator is not None for outcome in self.analysis.outcomes)
+        )
         return self.replicas is not None or self.split.rewrites or fuses
 
     @property

@@ -189,17 +189,17 @@ def to_file(plan: Plan) -> PlanFile:
 
 
 def _weight_entries(plan: Plan) -> dict[str, WeightEntry]:
-    """The fate of each weight of LISTED bytes and more."""
+    """What is done with each weight of LISTED bytes and more."""
     analysis = plan.analysis
     weights: dict[str, WeightEntry] = {}
-    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
-    fates |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
+    splits = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
+    splits |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
     for number, rank in enumerate(plan.ranks):
         for weight in analysis.costs.weights(rank.stage.nodes):
             size = analysis.costs.value_bytes(weight)
             if size >= LISTED and not is_slot_input(weight):
                 name = weight.name or ""
-                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
+                entry = weights.setdefault(name, WeightEntry(size, [], splits.get(name, "whole")))
                 entry.ranks.append(number)
     return weights
 

@@ -14,7 +14,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.report import AxisFate
+from splitc.compiler.sharding.report import AxisSplit
 from splitc.runtime.package.manifest import Part, Sizes
 from splitc.runtime.package.steps import Step
 
@@ -85,7 +85,7 @@ class Split(Protocol):
     def is_partial(self, value: ir.Value) -> bool:
         """Whether each rank of a group has only a summand of a value."""
 
-    def axis_fates(self) -> Sequence[AxisFate] | None:
+    def axis_splits(self) -> Sequence[AxisSplit] | None:
         """The axes of weights, and whether they are sharded; None if the mode does not use axes."""
 
     def file_fields(self) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ WARN_BELOW_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class WeightFate:
+class WeightSplit:
     """A weight: how many of its bytes are split over the ranks, and why the rest is whole.
 
     `units` has each rank's units of each sharded axis, such as "768,768".
@@ -54,7 +54,7 @@ def block_weights(analysis: Analysis) -> set[ir.Value]:
     }
 
 
-def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]:
+def warn_if_little_split(weights: Sequence[WeightSplit], where: str) -> list[str]:
     """A warning if little of the blocks' weights is split (WARN_BELOW_SHARE). `where` says where the rest is held."""
     inside = [weight for weight in weights if weight.in_block]
     held, divided = sum(weight.bytes for weight in inside), sum(weight.split for weight in inside)
@@ -66,42 +66,42 @@ def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]
     ]
 
 
-def sharded_share(weights: Sequence[WeightFate]) -> float:
+def sharded_share(weights: Sequence[WeightSplit]) -> float:
     """The share of the weights' bytes that is split."""
     return sum(weight.split for weight in weights) / max(1, sum(weight.bytes for weight in weights))
 
 
-def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
+def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightSplit]:
     """All weights of the model, in the order in which they are read, without slots for adapters."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)
     readers = {value: node for node in reversed(analysis.graph.nodes) for value in analysis.graph.weights(node)}
-    fates = []
+    splits = []
     for value in (v for v in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(v)):
         if value in uses:
-            fates.append(_fate(analysis, split, choice, value, uses[value], value in inside))
+            splits.append(_weight_split(analysis, split, choice, value, uses[value], value in inside))
         else:
             why = f"{describe_node(readers[value])} reads it in its subgraph"
             size = analysis.costs.value_bytes(value)
-            fates.append(WeightFate(value.name or "", size, 0, value in inside, "", why))
-    return fates
+            splits.append(WeightSplit(value.name or "", size, 0, value in inside, "", why))
+    return splits
 
 
-def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
+def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightSplit]:
     """All weights of the model, in the order in which they are read, as row mode divides them by `columns`."""
     inside, sliced = (
         block_weights(analysis),
         {product.node for product in products.sliceable if product.columns in columns.ranges},
     )
     uses = _uses(products.axis_map)
-    fates = []
+    splits = []
     for value in (value for value in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(value)):
         others = [node for node in products.readers[value] if node not in sliced]
         share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
         size = analysis.costs.value_bytes(value)
         units = _units(columns, uses[value][0]) if share else ""
         reason = None if share == 1.0 else _why_not_sliced(products, others)
-        fates.append(WeightFate(value.name or "", size, int(size * share), value in inside, units, reason))
-    return fates
+        splits.append(WeightSplit(value.name or "", size, int(size * share), value in inside, units, reason))
+    return splits
 
 
 def _uses(axis_map: AxisMap) -> dict[ir.Value, list[Axes]]:
@@ -130,9 +130,9 @@ def _units(split: ShardedModel, axes: Axes) -> str:
     )
 
 
-def _fate(
+def _weight_split(
     analysis: Analysis, split: ShardedModel, choice: Choice, value: ir.Value, uses: list[Axes], in_block: bool
-) -> WeightFate:
+) -> WeightSplit:
     size = analysis.costs.value_bytes(value)
     share = min(_split_share(split, axes) for axes in uses)
     atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
@@ -140,7 +140,7 @@ def _fate(
     is_number = value.const_value is not None and value.const_value.size == 1
     no_axis = "it is a single number" if is_number else "it has no axis of known size"
     reason = None if share == 1.0 else _why_all_whole(split, choice, atoms) or no_axis
-    return WeightFate(value.name or "", size, int(size * share), in_block, units, reason)
+    return WeightSplit(value.name or "", size, int(size * share), in_block, units, reason)
 
 
 def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor]) -> str:
@@ -197,7 +197,7 @@ def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
 
 
 @dataclass(frozen=True)
-class AxisFate:
+class AxisSplit:
     """An axis of weights.
 
     - `size`: its size. `weights` and `bytes`: the number and the bytes of the weights that have it. `first`: the name
@@ -217,7 +217,7 @@ class AxisFate:
     first: str
 
 
-def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisFate]:
+def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisSplit]:
     """The axes of weights, the one that divides the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
@@ -226,8 +226,8 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
     sums = {candidate.atom: candidate.collectives for candidate in choice.candidates}
     sides = (side for crossing in crossings(split.axis_map) for side in crossing.sides)
     joined = {atom for side in sides for atom in ax.atoms(side.before)}
-    fates = [
-        AxisFate(
+    splits = [
+        AxisSplit(
             atom.size,
             len(weights),
             sum(map(size, weights)),
@@ -239,4 +239,4 @@ def axis_fates(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], i
         )
         for atom, weights in reached.items()
     ]
-    return sorted(fates, key=lambda fate: -fate.bytes)
+    return sorted(splits, key=lambda axis: -axis.bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from splitc.compiler.fusion.fuse import Fate
+from splitc.compiler.fusion.fuse import Outcome
 from splitc.runtime.reports.contents import Section, Table
 
 TITLES = {
@@ -21,32 +21,32 @@ TITLES = {
 }
 
 
-def by_kind(fates: Sequence[Fate]) -> Iterator[tuple[str, list[Fate]]]:
-    """The fates of each kind (attention, caches and so on) that the model has, with a title."""
+def by_kind(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome]]]:
+    """The outcomes of each kind (attention, caches and so on) that the model has, with a title."""
     for kind, title in TITLES.items():
-        if chosen := [fate for fate in fates if fate.kind == kind]:
+        if chosen := [outcome for outcome in outcomes if outcome.kind == kind]:
             yield title, chosen
 
 
-def reasons_not_fused(fates: Sequence[Fate]) -> list[tuple[str, int]]:
+def reasons_not_fused(outcomes: Sequence[Outcome]) -> list[tuple[str, int]]:
     """The reasons why places were not fused, with their counts, most frequent first."""
-    return Counter(fate.why for fate in fates if fate.why is not None).most_common()
+    return Counter(outcome.why for outcome in outcomes if outcome.why is not None).most_common()
 
 
-def fused_in_words(title: str, fates: Sequence[Fate]) -> str:
+def fused_in_words(title: str, outcomes: Sequence[Outcome]) -> str:
     """The number of these places that became one operator."""
-    return f"{title}: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
+    return f"{title}: {sum(outcome.operator is not None for outcome in outcomes)} of {len(outcomes)}"
 
 
-def fused_section(fates: Sequence[Fate]) -> Section | None:
+def fused_section(outcomes: Sequence[Outcome]) -> Section | None:
     """How many attentions, norms and so on became one operator, and why the others did not.
 
     None if there are no such places.
     """
-    if not fates:
+    if not outcomes:
         return None
-    reasons = [(str(count), why) for why, count in reasons_not_fused(fates)]
-    rows = [(fate.place, fate.operator or "not fused", fate.why or "") for fate in fates]
+    reasons = [(str(count), why) for why, count in reasons_not_fused(outcomes)]
+    rows = [(outcome.place, outcome.operator or "not fused", outcome.why or "") for outcome in outcomes]
     tables = [Table("Why not", ("places", "reason"), reasons, ("places",), folded=False)] if reasons else []
     tables.append(Table("Each of them", ("place", "operator", "reason"), rows))
-    return Section("Fusion", [fused_in_words(*kind) for kind in by_kind(fates)], tables=tables)
+    return Section("Fusion", [fused_in_words(*kind) for kind in by_kind(outcomes)], tables=tables)

@@ -42,8 +42,8 @@ def print_pipeline(plan: PipelinePlan) -> None:
                 out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines contain them")
     for module in plan.modules:
         out.print(f"{module.name}: {module.why}")
-        for title, fates in by_kind(module.plan.analysis.fates):
-            out.print(f"{module.name}: {fused_in_words(title, fates)}")
+        for title, outcomes in by_kind(module.plan.analysis.outcomes):
+            out.print(f"{module.name}: {fused_in_words(title, outcomes)}")
     if plan.folder.files:
         out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:

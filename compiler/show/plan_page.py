@@ -57,7 +57,7 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
         memory_section(labels, ranks, BUDGET),
         times,
         whole_section(plan.whole_weights, words.whole),
-        fused_section(plan.analysis.fates),
+        fused_section(plan.analysis.outcomes),
         candidates_section(plan),
         find,
     ]

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from splitc.compiler.analysis.blocks import Placed
 from splitc.compiler.frontend.merged_weights import Merged
-from splitc.compiler.fusion.fuse import Fate
+from splitc.compiler.fusion.fuse import Outcome
 from splitc.compiler.lowering.gpu_sizes import convolves, why_not_replayed
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
 from splitc.compiler.request.request import DISK
-from splitc.compiler.sharding.report import AxisFate, sharded_share
+from splitc.compiler.sharding.report import AxisSplit, sharded_share
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, is_narrow, out, print_warning, table
@@ -80,7 +80,7 @@ def print_plan(plan: Plan) -> None:
         out.print(merged_in_words(merged))
     if plan.analysis.slot_rank is not None:
         _print_slots(plan)
-    if plan.analysis.fates:
+    if plan.analysis.outcomes:
         _print_fused(plan)
     if plan.choice is not None:
         _print_alternatives(plan)
@@ -169,9 +169,9 @@ def _why_not_replayed(plan: Plan) -> str:
 
 def _print_fused(plan: Plan) -> None:
     """Print the number of attentions, norms and so on that became one operator, and why the others did not."""
-    for title, fates in by_kind(plan.analysis.fates):
-        out.print(fused_in_words(title, fates))
-        for why, count in reasons_not_fused(fates):
+    for title, outcomes in by_kind(plan.analysis.outcomes):
+        out.print(fused_in_words(title, outcomes))
+        for why, count in reasons_not_fused(outcomes):
             out.print(Text(f"  {count} not: {why}", "dim"))
 
 
@@ -213,8 +213,8 @@ def _print_split(plan: Plan) -> None:
 
 def check_explained(plan: Plan) -> None:
     """Raise MisuseError if there is nothing to explain."""
-    listed = plan.analysis.fates or plan.analysis.partition.placed or plan.analysis.slotless
-    if plan.split.axis_fates() is None and not listed:
+    listed = plan.analysis.outcomes or plan.analysis.partition.placed or plan.analysis.slotless
+    if plan.split.axis_splits() is None and not listed:
         raise MisuseError(
             "--explain lists what was fused or placed, layers without slots, and the axes of --split-mode tensor: "
             f"this plan has none of these, and its mode is {plan.split_mode}"
@@ -223,8 +223,8 @@ def check_explained(plan: Plan) -> None:
 
 def print_explained(plan: Plan) -> None:
     """Print each attention or norm that was found, layers without slots, placed weights, and axes."""
-    if plan.analysis.fates:
-        _print_places(plan.analysis.fates)
+    if plan.analysis.outcomes:
+        _print_places(plan.analysis.outcomes)
     if plan.analysis.slotless:
         rows = table("weight of a layer", "no adapter, since")
         for name, why in plan.analysis.slotless.items():
@@ -232,17 +232,17 @@ def print_explained(plan: Plan) -> None:
         out.print(rows)
     if plan.analysis.partition.placed:
         _print_placed(plan)
-    axes = plan.split.axis_fates()
+    axes = plan.split.axis_splits()
     if axes is not None:
         _print_axes(axes)
 
 
-def _print_places(fates: Sequence[Fate]) -> None:
+def _print_places(outcomes: Sequence[Outcome]) -> None:
     """Print for each attention (named by its Softmax) and each norm (by its mean) its operator, or why it has none."""
     rows = table("", "by its node", "fused with, or why not")
-    for fate in fates:
-        operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
-        rows.add_row(fate.kind, fitted(fate.place, out.width // 2), operator)
+    for outcome in outcomes:
+        operator = Text(outcome.operator, "green") if outcome.operator is not None else outcome.why or ""
+        rows.add_row(outcome.kind, fitted(outcome.place, out.width // 2), operator)
     out.print(rows)
 
 
@@ -259,13 +259,13 @@ def _print_placed(plan: Plan) -> None:
     out.print(rows)
 
 
-def _print_axes(fates: Sequence[AxisFate]) -> None:
+def _print_axes(axes: Sequence[AxisSplit]) -> None:
     """Print the axes of weights: their size, the bytes that they cover, and how they are sharded, or why not."""
     rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
-    for axis in (axis for axis in fates if axis.bytes >= SHOWN):
+    for axis in (axis for axis in axes if axis.bytes >= SHOWN):
         units = ",".join(map(str, axis.units)) + ", joined" * axis.joined
-        fate = Text(units, "green") if axis.units else axis.reason or ""
+        result = Text(units, "green") if axis.units else axis.reason or ""
         sums = "" if axis.sums is None else str(axis.sums)
         first = fitted(axis.first, out.width // 4)
-        rows.add_row(str(axis.size), str(axis.weights), format_bytes(axis.bytes), sums, fate, first)
+        rows.add_row(str(axis.size), str(axis.weights), format_bytes(axis.bytes), sums, result, first)
     out.print(rows)

@@ -6,13 +6,16 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.engines.gpu_operators import call_operators
+from splitc.runtime.engines.widened import in_float32
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.units import format_bytes
 
@@ -38,7 +41,7 @@ def open_onnx(
     """A session of an ONNX file, without the disabled optimizers of ONNX Runtime.
 
     With `trusts_data`, the model's external data may lie outside its folder. A session `on_gpu` calls the operators of
-    ONNX Runtime that are functions in the file (`gpu_operators`).
+    ONNX Runtime that are functions in the file (`gpu_operators`). One on the CPU computes bfloat16 in float32.
 
     Raises what ONNX Runtime raises, such as RuntimeError for a file that is too large; MisuseError if `onnx` is needed
     and missing.
@@ -56,7 +59,15 @@ def open_onnx(
         source = content
         options.add_session_config_entry(DATA_FOLDER, str(folder))
     disabled = [*disabled_optimizers, *[CRASHES] * _moves_first_axis(path)]
-    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled)
+    open_source = partial(ort.InferenceSession, providers=providers, enable_fallback=0, disabled_optimizers=disabled)
+    try:
+        return open_source(source, options)
+    except ort_errors.NotImplemented:
+        wide = None if on_gpu else in_float32(content or path.read_bytes())
+        if wide is None:
+            raise
+    options.add_session_config_entry(DATA_FOLDER, str(folder))
+    return open_source(wide, options)
 
 
 def open_content(content: bytes, folder: Path) -> ort.InferenceSession:

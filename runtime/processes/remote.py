@@ -104,7 +104,7 @@ class RemoteRanks(ABC):
             self._wire.send(None)
             self._reader.wake()
             return
-        if not request.fate.begin():
+        if not request.cancellation.begin():
             assert request.cancelled is not None, "only this keeps a new one from beginning"
             raise request.cancelled
         number = self._count

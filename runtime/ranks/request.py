@@ -44,7 +44,7 @@ def nothing_to_do(request: InFlightRequest) -> None:
 
 
 @dataclass(eq=False)
-class Fate:
+class Cancellation:
     """Whether a request is cancelled, or begun by a rank. The request and all its parts share one."""
 
     started: bool = False
@@ -102,18 +102,18 @@ class InFlightRequest:
     executions: dict[int, Execution] = field(default_factory=dict)
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
-    fate: Fate = field(default_factory=Fate)
+    cancellation: Cancellation = field(default_factory=Cancellation)
     trace: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def cancelled(self) -> BaseException | None:
         """The error that cancels it unless a rank has begun it; None if it is not cancelled."""
-        return self.fate.cancelled
+        return self.cancellation.cancelled
 
     def withdraw(self) -> bool:
         """Cancel it for its caller, who no longer waits for it. Returns whether it is cancelled."""
-        return self.fate.cancel(CancelledError())
+        return self.cancellation.cancel(CancelledError())
 
     def finish(
         self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None

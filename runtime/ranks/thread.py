@@ -100,7 +100,7 @@ class Worker(threading.Thread):
         """Run the next request, and keep no reference to it. Returns False at the end."""
         request = self._next_request()
         if isinstance(request, InFlightRequest):
-            if request.fate.begin():
+            if request.cancellation.begin():
                 self.backend.begin_request()
                 self._serve(request)
                 self.backend.end_request()

@@ -207,7 +207,7 @@ class Admission:
             self._closed = True  # first of all, since threads that wait check it
         with self._order:
             for request in list(self._under_way):  # a copy, since requests end meanwhile
-                request.fate.cancel(closed_before())
+                request.cancellation.cancel(closed_before())
             self._workers.put(None)
         if not self._workers.join(PATIENCE):
             self._workers.stop()

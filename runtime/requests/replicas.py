@@ -241,6 +241,6 @@ def _part(
         on_device=request.on_device,
         adapters=request.adapters,
         submitted=request.submitted,
-        fate=request.fate,
+        cancellation=request.cancellation,
         replica=replica,
     )

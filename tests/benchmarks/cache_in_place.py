@@ -55,7 +55,7 @@ def main() -> None:
                 plan = plan_model(model, options.devices, request)
                 compile_model(plan, Path(place) / name, threads=options.threads)
                 sessions.append(stack.enter_context(Session(Path(place) / name)))
-            assert sessions[1].manifest.lengths, f"{model}: {[fate.why for fate in plan.analysis.fates]}"
+            assert sessions[1].manifest.lengths, f"{model}: {[outcome.why for outcome in plan.analysis.outcomes]}"
             for name, runs in cases(sessions, options, stack):
                 times, difference = measure(runs, options.runs)
                 ratio = f"{times[0] / times[1]:.2f}"

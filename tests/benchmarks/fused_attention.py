@@ -170,7 +170,7 @@ def measured(model: onnx.ModelProto, inputs: dict[str, np.ndarray], device: str,
         onnx.save(model, path)
         analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
         made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
-        assert all(fate.operator for fate in made.fates), made.fates
+        assert all(outcome.operator for outcome in made.outcomes), made.outcomes
         engine = made.graph.graph.clone()
         if device == "cuda":
             fuse_for_gpus(engine, analysis.costs.bound.shapes, rows=False)

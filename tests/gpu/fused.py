@@ -106,7 +106,7 @@ def _measure(model: Path, devices: Sequence[str], mode: str, unfused: bool, outp
     mode = "layer" if len(places) == 1 else mode
     request = Request(split_mode=mode, engine="onnxruntime", spread=True, shapes=shapes, no_fuse=unfused)
     plan = plan_model(model, places, request)
-    fates = plan.analysis.fates
+    outcomes = plan.analysis.outcomes
     package = outputs.with_suffix("")
     compile_model(plan, package, weights="copy" if mode == "tensor" else "link", verify=False)
     with Session(package, verify="never") as session:
@@ -122,7 +122,7 @@ def _measure(model: Path, devices: Sequence[str], mode: str, unfused: bool, outp
         memory = " + ".join(format_bytes(each.peak) for each in session.device_memory())
         replayed = all(isinstance(span.step, Replay) for each in served.values() for span in each.spans)
     shutil.rmtree(package)
-    count = f"{sum(fate.operator is not None for fate in fates)} of {len(fates)}"
+    count = f"{sum(outcome.operator is not None for outcome in outcomes)} of {len(outcomes)}"
     return {"seconds": median(seconds), "memory": memory, "replayed": replayed, "places": count}
 
 

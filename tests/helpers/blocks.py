@@ -139,9 +139,9 @@ def _check(
     shapes = {name: array.shape for name, array in block.feeds.items()}
     plans = []
     for plan in _planned(model, shares, Request(shapes=shapes, memory=["1GiB"], **mode)):
-        fates = {weight.name: weight for weight in plan.weights}
-        assert {name for name in split if fates[name].reason} == set(), fates
-        assert {name for name in whole if not fates[name].reason} == set(), fates
+        reports = {weight.name: weight for weight in plan.weights}
+        assert {name for name in split if reports[name].reason} == set(), reports
+        assert {name for name in whole if not reports[name].reason} == set(), reports
         compile_model(plan, folder / "package", force=True, verify=False)
         with Session(folder / "package", verify="never") as session:
             assert_close(session.run(block.feeds), expected, tolerance)

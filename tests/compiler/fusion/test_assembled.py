@@ -72,7 +72,7 @@ def fused(body: str, folder: Path) -> tuple[Fused, onnx.ModelProto]:
 
 def check(body: str, folder: Path) -> list[str]:
     made, model = fused(body, folder)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("slices", "Concat")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("slices", "Concat")]
     random, names = np.random.default_rng(0), operators(made.graph.graph)
     inputs = {name: random.random((3, 2, 4, size), np.float32) for name, size in (("x", 4), ("z", 3))}
     np.testing.assert_array_equal(run(ir.to_proto(made.graph.model), inputs), run(model, inputs))
@@ -101,7 +101,7 @@ def test_slices_with_steps_that_do_not_take_turns(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tests.compiler.fusion.test_assembled.HEAD", HEAD.replace("7", "8"))
     body = fronted(0, "empty", "twice", 0, 8) + fronted(1, "made_0", "x", 0, 8, 2)
     made, _ = fused(f"twice = Concat <axis = -1> (x, x) {body} y = Neg (made_1)", tmp_path)
-    assert [fate.why for fate in made.fates] == ["its slices have steps, and do not interleave"]
+    assert [outcome.why for outcome in made.outcomes] == ["its slices have steps, and do not interleave"]
 
 
 def test_transposes_that_an_optimizer_has_taken_out(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_is_not_brought_back_is_turned(tmp_path: Path) -> None:
 def test_places_that_nothing_is_written_to(tmp_path: Path) -> None:
     """If the slices do not cover the tensor, it stays: the rest has to be copied anyway, and no transpose is saved."""
     made, _ = fused(listed(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("slices", None)]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("slices", None)]
 
 
 def test_places_that_keep_what_was_there(tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_places_that_follow_from_data_are_no_slice(tmp_path: Path) -> None:
     body = fronted(0, "empty", "x", 0, 4).replace("count_0 = Gather (sizes_0, at_0)", "count_0 = Cast <to = 7> (big)")
     fed = "sum = ReduceMax <keepdims = 0> (x)  ten = Constant <value_float = 10.0> ()  big = Add (sum, ten)"
     made, _ = fused(fed + body + "y = Neg (made_0)", tmp_path)
-    assert made.fates == () and "ScatterND" in operators(made.graph.graph)
+    assert made.outcomes == () and "ScatterND" in operators(made.graph.graph)

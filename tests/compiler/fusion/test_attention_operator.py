@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.fusion.fuse import Fate, Fused, fuse
+from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
 from tests.conftest import run_whole
@@ -94,7 +94,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_operator_becomes_multi_head_attention(tmp_path: Path, form: str) -> None:
     made = fused(FORMS[form], tmp_path)
-    assert made.fates == (Fate(made.fates[0].place, "MultiHeadAttention"),)
+    assert made.outcomes == (Outcome(made.outcomes[0].place, "MultiHeadAttention"),)
     names = operators(made.graph.graph)
     assert "Attention" not in names and "Transpose" not in names
     onnx.save(ir.to_proto(made.graph.model), tmp_path / "fused.onnx")
@@ -116,10 +116,10 @@ STAYS = {
 def test_what_stays_is_as_it_was(tmp_path: Path, form: str) -> None:
     made = fused(STAYS[form], tmp_path)
     before = [node.op_type for node in onnx.parser.parse_model(STAYS[form]).graph.node if node.op_type != "Constant"]
-    assert made.fates == () and operators(made.graph.graph) == before
+    assert made.outcomes == () and operators(made.graph.graph) == before
 
 
 def test_masks_stay_where_no_kernel_is_faster_with_one(tmp_path: Path) -> None:
     gains = Gains(FLOATS, biased=False)
     for form, count in (("plain", 1), ("a mask that hides nothing", 1), ("mask", 0), ("later tokens hidden", 0)):
-        assert len(fused(FORMS[form], tmp_path, gains).fates) == count
+        assert len(fused(FORMS[form], tmp_path, gains).outcomes) == count

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.fusion.fuse import Fate
+from splitc.compiler.fusion.fuse import Outcome
 from splitc.compiler.fusion.kernels import ON_CPUS, ON_GPUS, Gains
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.operators.gpu_kernels import HALVES
@@ -81,7 +81,7 @@ def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu
 def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mapping[str, object]) -> Path:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     plan = plan_model(folder / "model.onnx", [devices], request)
-    assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
+    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["GroupQueryAttention"] * style.layers
     compile_model(plan, folder / "package", verify=False)
     return folder / "package"
 
@@ -104,7 +104,7 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
     made = analyzed(style, tmp_path)
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.GroupQueryAttention") == style.layers and "Softmax" not in names
-    assert [fate.kind for fate in made.fates] == ["cache"] * style.layers
+    assert [outcome.kind for outcome in made.outcomes] == ["cache"] * style.layers
     assert made.states and all(state.in_place and state.grows == 2 for state in made.states)
     (length,) = made.lengths
     assert sorted(length.states) == sorted(state.input for state in made.states)
@@ -247,7 +247,7 @@ ODD = {
 @pytest.mark.parametrize(("why", "style"), ODD.items(), ids=ODD)
 def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pytest.CaptureFixture[str]) -> None:
     made = analyzed(style, tmp_path)
-    assert {(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"} == {(None, why)}
+    assert {(outcome.operator, outcome.why) for outcome in made.outcomes if outcome.kind == "cache"} == {(None, why)}
     assert made.lengths == () and not any(state.in_place for state in made.states)
     assert "splitc.past" not in [value.name for value in made.graph.graph.inputs]
     request = feeds(style, 1, 1, 5)
@@ -261,7 +261,7 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
-    assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
+    assert {(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes} == {
         ("attention", None, "a Slice is between its Softmax and the product with the values"),
         ("cache", None, "no attention reads it as keys or values"),
     }
@@ -270,15 +270,15 @@ def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
 def test_a_cache_of_two_layers_stays(tmp_path: Path) -> None:
     """It would have to be written once and read twice. The second layer's own cache has no reader."""
     made = analyzed(replace(OPTIMUM, odd="shared"), tmp_path)
-    caches = [(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"]
+    caches = [(outcome.operator, outcome.why) for outcome in made.outcomes if outcome.kind == "cache"]
     assert caches == [(None, "its cache has other readers")] * 2
     assert made.lengths == ()
 
 
 def test_planned_requests_that_would_be_slower_stay(tmp_path: Path) -> None:
-    (fate, *_) = analyzed(OPTIMUM, tmp_path, 2, 3, 5).fates
-    assert fate.operator is None and fate.why is not None
-    assert fate.why.endswith(": 2 rows of 3 tokens after 5 are planned")
+    (outcome, *_) = analyzed(OPTIMUM, tmp_path, 2, 3, 5).outcomes
+    assert outcome.operator is None and outcome.why is not None
+    assert outcome.why.endswith(": 2 rows of 3 tokens after 5 are planned")
     for sizes in ((1, 3, 5), (2, 1, 5), (2, 3, 0)):
         assert analyzed(OPTIMUM, tmp_path, *sizes).lengths
 
@@ -295,14 +295,16 @@ def test_sums_that_are_a_planned_size_by_chance_are_no_numbers(tmp_path: Path) -
 def test_no_fuse_and_other_types_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", no_fuse=True))
-    assert plan.analysis.fates == () and plan.analysis.lengths == ()
+    assert plan.analysis.outcomes == () and plan.analysis.lengths == ()
     shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 5).items()}
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=replace(ON_GPUS, caches=HALVES))
-    assert made.lengths == () and {fate.kind for fate in made.fates} == {"attention", "cache"}
-    assert not any(fate.operator for fate in made.fates)
+    assert made.lengths == () and {outcome.kind for outcome in made.outcomes} == {"attention", "cache"}
+    assert not any(outcome.operator for outcome in made.outcomes)
     types = frozenset({ir.DataType.FLOAT})
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=Gains(caches=types))
-    assert made.fates == tuple(Fate(fate.place, "GroupQueryAttention", None, "cache") for fate in made.fates)
+    assert made.outcomes == tuple(
+        Outcome(outcome.place, "GroupQueryAttention", None, "cache") for outcome in made.outcomes
+    )
 
 
 def test_what_a_plan_leaves_to_the_caller_is_not_in_place(tmp_path: Path) -> None:
@@ -390,7 +392,7 @@ def test_a_fixed_number_of_tokens_after_others(tmp_path: Path) -> None:
             value.type.tensor_type.shape.dim[1].dim_value = 3
     onnx.save(model, tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
-    assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
+    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["GroupQueryAttention"] * style.layers
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         for batch, past in ((1, 0), (2, 0), (2, 5)):

@@ -63,7 +63,7 @@ def feeds(batch: int = 3, length: int = 4) -> dict[str, np.ndarray]:
 def test_each_part_has_a_product_of_its_own(tmp_path: Path, body: str, parts: int) -> None:
     model = written(body)
     made = fused(model, tmp_path)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("product", "MatMul")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("product", "MatMul")]
     assert operators(made.graph.graph).count("MatMul") == parts + 1
     assert "Split" not in operators(made.graph.graph)
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), feeds()), run(model, feeds()), rtol=0, atol=1e-6)
@@ -82,8 +82,8 @@ ALONG_ROWS = """q = MatMul (x, w)  a, g = Split <axis = 0, num_outputs = 2> (q) 
     ids=["few rows", "rows"],
 )
 def test_what_is_not_divided_says_why(tmp_path: Path, body: str, rows: int, why: str) -> None:
-    (fate,) = fused(written(body), tmp_path, rows).fates
-    assert (fate.kind, fate.operator, fate.why) == ("product", None, why)
+    (outcome,) = fused(written(body), tmp_path, rows).outcomes
+    assert (outcome.kind, outcome.operator, outcome.why) == ("product", None, why)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_is_not_divided_says_why(tmp_path: Path, body: str, rows: int, why:
     ids=["the whole is read too", "another node reads the weight"],
 )
 def test_what_is_read_elsewhere_stays(tmp_path: Path, body: str) -> None:
-    assert fused(written(body), tmp_path).fates == ()
+    assert fused(written(body), tmp_path).outcomes == ()
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
@@ -109,7 +109,7 @@ def test_packages_for_gpus_have_divided_products(tmp_path: Path, mode: str) -> N
     onnx.save(model, tmp_path / "model.onnx")
     request = Request(split_mode=mode, shapes={"x": (2, ON_GPUS.least_rows, SIZE)}, spread=True)
     plan = plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], request)
-    assert [fate.kind for fate in plan.analysis.fates if fate.operator] == ["product"]
+    assert [outcome.kind for outcome in plan.analysis.outcomes if outcome.operator] == ["product"]
     compile_model(plan, tmp_path / "package", verify=False)
     inputs = {"x": feeds(2, 16)["x"].astype(np.float16)}
     with Session(tmp_path / "package", devices=["cpu0", "cpu1"]) as session:

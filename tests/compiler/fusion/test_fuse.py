@@ -17,7 +17,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, read_symbols
-from splitc.compiler.fusion.fuse import Fate, Fused, fuse
+from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.compiler.show.pipeline_page import pipeline_page
@@ -95,9 +95,9 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
     form = FORMS[number]
     model = write(form, SIZE, blocks=2, seed=number)
     made = fused(model, tmp_path, SIZE, form)
-    assert made.fates == (
-        Fate(made.fates[0].place, "MultiHeadAttention"),
-        Fate(made.fates[1].place, "MultiHeadAttention"),
+    assert made.outcomes == (
+        Outcome(made.outcomes[0].place, "MultiHeadAttention"),
+        Outcome(made.outcomes[1].place, "MultiHeadAttention"),
     )
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.MultiHeadAttention") == 2 and "Softmax" not in names
@@ -131,7 +131,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     largest = SIZE.size - ("heads larger" in why)
     gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest_head=largest)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
-    assert [fate.why for fate in made.fates] == [why]
+    assert [outcome.why for outcome in made.outcomes] == [why]
     assert "Softmax" in operators(made.graph.graph)
 
 
@@ -151,8 +151,8 @@ def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
     """)
     onnx.save(model, tmp_path / "model.onnx")
     analysis = analyze(tmp_path / "model.onnx", AskedShapes({"q": (2, 4, 5, 8), "keep": (7,), "x": (2, 4, 7, 8)}), 1)
-    (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
-    assert fate.why == "the shapes of its queries, keys and values are not known"
+    (outcome,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).outcomes
+    assert outcome.why == "the shapes of its queries, keys and values are not known"
 
 
 def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *ot
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.operator, fate.why) for fate in made.fates] == [("MultiHeadAttention", None)]
+    assert [(outcome.operator, outcome.why) for outcome in made.outcomes] == [("MultiHeadAttention", None)]
     random = np.random.default_rng(0)
     for sizes in (shapes, *others):
         inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
@@ -330,7 +330,7 @@ WIDE = [
 def test_halves_that_were_widened_are_fused_as_halves(tmp_path: Path, form: Form) -> None:
     model = write(form, SIZE)
     made = fused(model, tmp_path, SIZE, form)
-    assert [fate.operator for fate in made.fates] == ["MultiHeadAttention"]
+    assert [outcome.operator for outcome in made.outcomes] == ["MultiHeadAttention"]
     types = [node.inputs[0].dtype for node in made.graph.graph if node.op_type == "MultiHeadAttention"]  # type: ignore[union-attr]
     assert types == [ir.DataType.FLOAT16]
     inputs = feeds(form, SIZE)
@@ -356,7 +356,7 @@ def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes({"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8), "c": ()}), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [fate.why for fate in made.fates] == ["it is inside an If or a Loop"]
+    assert [outcome.why for outcome in made.outcomes] == ["it is inside an If or a Loop"]
 
 
 def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}
     analysis = analyze(path, AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [fate.operator for fate in made.fates] == ["MultiHeadAttention"]
+    assert [outcome.operator for outcome in made.outcomes] == ["MultiHeadAttention"]
     assert [value.name for value in made.graph.graph.outputs] == ["y"] and "Mul" in operators(made.graph.graph)
     inputs = {
         name: np.random.default_rng(0).standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
@@ -415,13 +415,13 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     inputs = feeds(form, SIZE)
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
-    assert [fate.operator for fate in plan.analysis.fates] == ["MultiHeadAttention"] * 4
+    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["MultiHeadAttention"] * 4
     check_explained(plan)
     print_explained(plan)
     lines = capsys.readouterr().out.splitlines()
     assert sum("node_softmax" in line and "MultiHeadAttention" in line for line in lines) == 4
     compile_model(plan, tmp_path / "package", verify=False)
-    assert plan_model(path, ["2xcpu"], Request(shapes=shapes, no_fuse=True)).analysis.fates == ()
+    assert plan_model(path, ["2xcpu"], Request(shapes=shapes, no_fuse=True)).analysis.outcomes == ()
     with Session(tmp_path / "package") as session:
         np.testing.assert_allclose(session.run(inputs)["y"], run_whole(path, inputs)["y"], rtol=0, atol=1e-5)
 

@@ -83,8 +83,8 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
     """The projection of all latents is gone. The package agrees with the model after any number of tokens."""
     write(tmp_path / "model.onnx", FORMS[form], by_columns=by_columns)
     analysis = analyzed(tmp_path / "model.onnx")
-    assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
-    whys = {fate.why for fate in analysis.fates if fate.kind == "cache"}
+    assert next(outcome for outcome in analysis.outcomes if outcome.kind == "latent").operator == "FusedMatMul"
+    whys = {outcome.why for outcome in analysis.outcomes if outcome.kind == "cache"}
     assert whys == {"no operator for attention on latents writes them in place"}
     assert "w_both" not in analysis.graph.graph.initializers and "Attention" not in operators(analysis.graph.graph)
     compare(tmp_path, "layer", ["cpu0"])
@@ -117,8 +117,10 @@ OTHERS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
 def test_what_stays_says_why(tmp_path: Path, why: str) -> None:
     options, sizes = OTHERS[why]
     write(tmp_path / "model.onnx", more=options.get("more", ""), extra=options.get("extra", ""))
-    fate = next(fate for fate in analyzed(tmp_path / "model.onnx", **sizes).fates if fate.kind == "latent")
-    assert fate.operator is None and why in (fate.why or "")
+    outcome = next(
+        outcome for outcome in analyzed(tmp_path / "model.onnx", **sizes).outcomes if outcome.kind == "latent"
+    )
+    assert outcome.operator is None and why in (outcome.why or "")
 
 
 def test_a_latent_of_new_tokens_alone_is_projected_once(tmp_path: Path) -> None:
@@ -128,4 +130,4 @@ def test_a_latent_of_new_tokens_alone_is_projected_once(tmp_path: Path) -> None:
     for name in ("latents", "places"):
         text = text.replace(f"Concat <axis: int = -2> ({name}, new_{name})", f"Identity (new_{name})")
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    assert "latent" not in {fate.kind for fate in analyzed(tmp_path / "model.onnx").fates}
+    assert "latent" not in {outcome.kind for outcome in analyzed(tmp_path / "model.onnx").outcomes}

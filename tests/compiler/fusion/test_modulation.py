@@ -57,7 +57,7 @@ BOTH = f"""own = Constant <value_floats = {[n / 4 for n in range(SIZE)]}> ()
 def test_each_form_gives_the_same(tmp_path: Path, norm: str, modulated: str, rows: str) -> None:
     model = written(f"{norm} {MORE} {modulated}", rows)
     made = fused(model, tmp_path)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("modulation", "LayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("modulation", "LayerNormalization")]
     multiplied = {PLAIN: 0, ZEROS: 0, OWN: 1, BOTH: 2}  # of one row for each image
     assert operators(made.graph.graph).count("Mul") == multiplied[norm]
     random = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_single_precision_between_casts_from_and_to_halves(tmp_path: Path, form:
     text = onnx.printer.to_text(written(IN_HALVES[form])).replace("float[", "float16[")
     model = onnx.parser.parse_model(text)
     made = fused(model, tmp_path)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("modulation", "LayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("modulation", "LayerNormalization")]
     names = operators(made.graph.graph)
     assert "Mul" not in names and names[-1] == "LayerNormalization"
     random = np.random.default_rng(0)
@@ -97,8 +97,8 @@ ODD = [
 
 @pytest.mark.parametrize(("body", "rows", "why"), ODD, ids=[why for *_, why in ODD])
 def test_what_is_not_fused_says_why(tmp_path: Path, body: str, rows: str, why: str) -> None:
-    (fate,) = fused(written(body, rows), tmp_path).fates
-    assert (fate.operator, fate.kind, fate.why) == (None, "modulation", why)
+    (outcome,) = fused(written(body, rows), tmp_path).outcomes
+    assert (outcome.operator, outcome.kind, outcome.why) == (None, "modulation", why)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_what_is_not_fused_says_why(tmp_path: Path, body: str, rows: str, why: s
     ],
 )
 def test_other_uses_of_a_norm_are_no_modulation(tmp_path: Path, body: str) -> None:
-    assert fused(written(body), tmp_path).fates == ()
+    assert fused(written(body), tmp_path).outcomes == ()

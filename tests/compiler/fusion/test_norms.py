@@ -45,7 +45,7 @@ def fused(model: onnx.ModelProto, folder: Path) -> Fused:
 
 def check(model: onnx.ModelProto, folder: Path, tolerance: float) -> None:
     made = fused(model, folder)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("norm", "SimplifiedLayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", "SimplifiedLayerNormalization")]
     assert "ReduceMean" not in operators(made.graph.graph)
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
     random = np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_a_norm_between_casts_from_and_to_halves(tmp_path: Path, scale: float) -
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
     fused_norms = [("norm", "LayerNormalization")] if scale == 1.5 else []
-    assert [(fate.kind, fate.operator) for fate in made.fates] == fused_norms
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == fused_norms
     assert ("Cast" in operators(made.graph.graph)) == (scale != 1.5)
     random = np.random.default_rng(0)
     inputs = {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
@@ -117,9 +117,9 @@ def test_one_without_weights_in_halves(tmp_path: Path) -> None:
 
 def test_what_is_not_fused_says_why(tmp_path: Path) -> None:
     body = POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED
-    (fate,) = fused(written(body), tmp_path).fates
-    assert (fate.operator, fate.kind) == (None, "norm")
-    assert fate.why == "its mean drops the axis (keepdims=0)"
+    (outcome,) = fused(written(body), tmp_path).outcomes
+    assert (outcome.operator, outcome.kind) == (None, "norm")
+    assert outcome.why == "its mean drops the axis (keepdims=0)"
 
 
 BY_HEADS = """four = Constant <value_ints = [0, 0, 2, 4]> ()  apart = Reshape (data, four)
@@ -139,7 +139,7 @@ def test_a_norm_comes_before_a_transpose(tmp_path: Path, form: str) -> None:
     body = f"{BY_HEADS} {row} {TURNED[form]} {back} made = Reshape (turned_back, flat)  y = Add (made, weights)"
     model = onnx.parser.parse_model(f"{HEAD} {signature} {{ {body} }}")
     made = fused(model, tmp_path)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("norm", "SimplifiedLayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", "SimplifiedLayerNormalization")]
     names = operators(made.graph.graph)
     assert names.index("SimplifiedLayerNormalization") < names.index("Transpose")
     random = np.random.default_rng(0)
@@ -150,7 +150,7 @@ def test_a_norm_comes_before_a_transpose(tmp_path: Path, form: str) -> None:
 def test_a_deviation_is_no_norm(tmp_path: Path) -> None:
     """The root of a mean square that does not divide the data it comes from."""
     body = POWER + MEAN + "root = Sqrt (total)  y = Add (x, root)"
-    assert fused(written(body), tmp_path).fates == ()
+    assert fused(written(body), tmp_path).outcomes == ()
 
 
 def test_shapes_that_depend_on_data_stay_known(tmp_path: Path) -> None:
@@ -159,5 +159,5 @@ def test_shapes_that_depend_on_data_stay_known(tmp_path: Path) -> None:
     results = "float[batch, length, 8] y, int64[3, n] places"
     signature = f"norm (float[batch, length, 8] data, float[8] weights) => ({results})"
     made = fused(onnx.parser.parse_model(f"{HEAD} {signature} {{ x = Identity (data) {body} }}"), tmp_path)
-    assert [fate.operator for fate in made.fates] == ["SimplifiedLayerNormalization"]
+    assert [outcome.operator for outcome in made.outcomes] == ["SimplifiedLayerNormalization"]
     assert "places" in made.bound.unknown and made.bound.shapes["places"] == (3, 1)

@@ -58,11 +58,11 @@ def compiled(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
 
 def _compile(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
     plan = plan_model(folder / "model.onnx", devices, Request(split_mode=mode, spread=True))
-    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "cache"] == [
+    assert [outcome.operator for outcome in plan.analysis.outcomes if outcome.kind == "cache"] == [
         "GroupQueryAttention"
-    ] * style.layers, plan.analysis.fates
+    ] * style.layers, plan.analysis.outcomes
     assert plan.analysis.preamble is not None
-    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "preamble"] == ["preamble"]
+    assert [outcome.operator for outcome in plan.analysis.outcomes if outcome.kind == "preamble"] == ["preamble"]
     # A fake GPU runs engines on ones to learn the outputs' sizes, of which these do not take any.
     compile_model(plan, folder / "package", verify="cuda0" not in devices)
     return folder / "package"

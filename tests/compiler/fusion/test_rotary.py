@@ -126,7 +126,9 @@ def check(
     model: onnx.ModelProto, folder: Path, tolerance: float, dtype: str = "float", heads_first: bool = True
 ) -> None:
     made = fused(model, folder, heads_first)
-    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    assert [(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes] == [
+        ("rotary", "RotaryEmbedding", None)
+    ]
     assert not {"Neg", "Sub", "Split", "Add"} & set(operators(made.graph.graph))
     inputs = feeds(dtype, heads_first)
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=tolerance)
@@ -160,7 +162,9 @@ def test_packed_rows_are_a_batch_of_one(tmp_path: Path, heads_first: bool) -> No
     shapes = {"data": inputs["data"].shape, "positions": (LENGTH,)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    assert [(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes] == [
+        ("rotary", "RotaryEmbedding", None)
+    ]
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
@@ -217,7 +221,9 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path, body: str) -> None:
     shapes = {"data": (2, HEADS, 1, 16), "positions": (2, 1)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    assert [(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes] == [
+        ("rotary", "RotaryEmbedding", None)
+    ]
     fused_model = ir.to_proto(made.graph.model)
     (rotary,) = (node for node in fused_model.graph.node if node.op_type == "RotaryEmbedding")
     assert {item.name: item.i for item in rotary.attribute}["rotary_embedding_dim"] == SIZE
@@ -242,7 +248,7 @@ def test_heads_that_are_transposed_before_they_are_split(tmp_path: Path) -> None
     shapes = {"data": (2, 3, HEADS * 24), "cos": (2, 3, 2), "sin": (2, 3, 2)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("rotary", "RotaryEmbedding")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("rotary", "RotaryEmbedding")]
     names = operators(made.graph.graph)
     assert names.index("Split") < names.index("Transpose")
     assert not {"Slice", "Concat"} & set(names)
@@ -269,7 +275,9 @@ def test_pairs_that_are_a_view_of_merged_heads(tmp_path: Path) -> None:
     shapes = {"data": (2, 1, HEADS * SIZE), "positions": (2, 1)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    assert [(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes] == [
+        ("rotary", "RotaryEmbedding", None)
+    ]
     inputs = feeds(heads_first=False)
     inputs["data"] = inputs["data"].reshape(BATCH, LENGTH, -1)
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
@@ -289,7 +297,7 @@ def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> 
     shapes = {"data": (2, 3, HEADS * SIZE), "cos": (2, 3, SIZE // 2), "sin": (2, 3, SIZE // 2)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("rotary", "RotaryEmbedding")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("rotary", "RotaryEmbedding")]
     names = operators(made.graph.graph)
     assert names.index("RotaryEmbedding") < names.index("Transpose")
     inputs = {name: random.random((BATCH, *shape[1:]), np.float32) for name, shape in shapes.items()}
@@ -316,7 +324,7 @@ def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, plan
     shapes = {"data": (2, HEADS, 3, SIZE), "positions": (planned, 3)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
-    assert [fate.operator for fate in made.fates] == ["RotaryEmbedding"]
+    assert [outcome.operator for outcome in made.outcomes] == ["RotaryEmbedding"]
     inputs, result = feeds(), ir.to_proto(made.graph.model)
     for rows in (1, BATCH):
         fed = {**inputs, "positions": inputs["positions"][:rows]}
@@ -363,8 +371,8 @@ ODD = [
 
 @pytest.mark.parametrize(("body", "why"), ODD, ids=[why for _, why in ODD])
 def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:
-    (fate,) = fused(written(body), tmp_path).fates
-    assert (fate.operator, fate.kind) == (None, "rotary") and (fate.why or "").startswith(why)
+    (outcome,) = fused(written(body), tmp_path).outcomes
+    assert (outcome.operator, outcome.kind) == (None, "rotary") and (outcome.why or "").startswith(why)
 
 
 NO_ROTATIONS = {
@@ -376,7 +384,7 @@ NO_ROTATIONS = {
 @pytest.mark.parametrize("body", NO_ROTATIONS.values(), ids=NO_ROTATIONS)
 def test_what_is_no_rotation(tmp_path: Path, body: str) -> None:
     """x cos + (b, a) sin, and a sum beside a difference, as in products of complex numbers."""
-    assert fused(written(body), tmp_path).fates == ()
+    assert fused(written(body), tmp_path).outcomes == ()
 
 
 @pytest.mark.parametrize("by_pairs_alone", [True, False])
@@ -391,9 +399,9 @@ def test_tables_that_are_fed(tmp_path: Path, by_pairs_alone: bool) -> None:
     onnx.save(onnx.parser.parse_model(f"{HEAD} {text}"), path)
     shapes = {"x": (2, HEADS, 3, SIZE), "cos": (3, columns), "sin": (3, columns)}
     analysis = analyze(path, AskedShapes(shapes), 1)
-    (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
-    assert (fate.operator is not None) == by_pairs_alone
-    assert fate.why == (None if by_pairs_alone else ODD[0][1])
+    (outcome,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).outcomes
+    assert (outcome.operator is not None) == by_pairs_alone
+    assert outcome.why == (None if by_pairs_alone else ODD[0][1])
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
@@ -409,7 +417,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     inputs["positions"] = random.integers(0, 9, (2, 5))
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
-    assert [fate.operator for fate in plan.analysis.fates] == ["RotaryEmbedding"] * 2
+    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["RotaryEmbedding"] * 2
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         for more in ([(0, 0), (0, 3)], [(0, 2), (0, 0)]):  # the operator would take the first ones

@@ -40,7 +40,7 @@ def norms(form: str) -> str:
 @pytest.mark.parametrize("heads", [3, 6])
 def test_one_norm_gives_the_same(tmp_path: Path, form: str, heads: int) -> None:
     model, made = fused(f"{SPLIT}\n{norms(form)}\n{JOIN}", tmp_path, heads)
-    assert [(fate.kind, fate.operator) for fate in made.fates] == [("norm", "LayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", "LayerNormalization")]
     assert operators(made.graph.graph) == ["LayerNormalization", "Mul", "Add"][: 2 + (form is BIASED)]
     inputs = {"x": np.random.default_rng(0).standard_normal((3, heads, 2, 4), np.float32)}
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
@@ -75,7 +75,7 @@ def test_a_transpose_before_them_comes_after(tmp_path: Path) -> None:
 def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:
     table = f"flat = Constant <value_floats = {[1.0] * 20}> ()\nsizes = Constant <value_ints = [5, 4]> ()\n"
     _, made = fused(f"{table}table = Reshape (flat, sizes)\n{body}", tmp_path)
-    assert [(fate.operator, fate.kind, fate.why) for fate in made.fates] == [(None, "norm", why)]
+    assert [(outcome.operator, outcome.kind, outcome.why) for outcome in made.outcomes] == [(None, "norm", why)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None
 )
 def test_other_joins_are_none(tmp_path: Path, join: str) -> None:
     _, made = fused(f"{SPLIT}\n{norms(NORM)}\n{join}", tmp_path)
-    assert made.fates == ()
+    assert made.outcomes == ()
 
 
 def test_their_heads_are_sharded(tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def test_weights_that_control_flow_reads_are_whole(tmp_path: Path) -> None:
     sizes = {"A": (40, 160), "B": (160, 40), "W": (40, 40)}
     weights = [ir.tensor(Block().random(name, *shape), name=name) for name, shape in sizes.items()]
     ir.save(ir.from_onnx_text(text, weights), tmp_path / "model.onnx")
-    fates = {weight.name: weight for weight in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
-    assert fates["A"].split and fates["B"].split and not fates["W"].split
-    assert fates["W"].in_block and "(If) reads it in its subgraph" in str(fates["W"].reason)
+    reports = {weight.name: weight for weight in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
+    assert reports["A"].split and reports["B"].split and not reports["W"].split
+    assert reports["W"].in_block and "(If) reads it in its subgraph" in str(reports["W"].reason)
 
 
 def test_a_wrong_rule_costs_memory_and_no_result(

@@ -47,9 +47,9 @@ def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
     assert [(str(rank.device), rank.part) for rank in plan.ranks] == [("cpu0", 0), ("cpu1", 1), ("cpu2", 2)]
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
     need_experts(form)
-    split = {fate.name for fate in plan.weights if fate.split}
+    split = {weight.name for weight in plan.weights if weight.split}
     assert split >= {f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down", "attention.v")}
-    assert not any(".mixture." in fate.name and ".router" not in fate.name for fate in plan.weights)
+    assert not any(".mixture." in weight.name and ".router" not in weight.name for weight in plan.weights)
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
@@ -141,7 +141,9 @@ def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 8)  # enough that a stream holds nobody up
     model = save_mixture(tmp_path, "stacked")
     plan, plain = make_plan(model, experts=EXPERTS), make_plan(model, "2xcpu")
-    experts = sum(fate.bytes for fate in plain.weights if ".mixture." in fate.name and ".router" not in fate.name)
+    experts = sum(
+        weight.bytes for weight in plain.weights if ".mixture." in weight.name and ".router" not in weight.name
+    )
     assert plan.ranks[2].memory.weights >= experts
     assert all(own.memory.weights <= other.memory.weights for own, other in zip(plan.ranks, plain.ranks, strict=False))
     machine = Machine()

@@ -337,6 +337,6 @@ def test_matrices_are_measured_as_they_are_multiplied(tmp_path: Path) -> None:
     b.give(b.op("MatMul", b.op("Relu", wide), b.op("Transpose", b.w("B", 23, 24), perm=[1, 0])))
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", row_min=24))
-    fates = {weight.name: weight.reason for weight in plan.weights}
-    assert fates["A"] is None
-    assert "(MatMul) multiplies by 24 x 23, and --row-min is 24" in (fates["B"] or "")
+    reasons = {weight.name: weight.reason for weight in plan.weights}
+    assert reasons["A"] is None
+    assert "(MatMul) multiplies by 24 x 23, and --row-min is 24" in (reasons["B"] or "")
