@@ -9,8 +9,9 @@ import onnxruntime as ort
 
 from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.frontend.walks import ancestors, producers
-from splitc.compiler.frontend.wide_types import use_wide_types, wide_array
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.arrays.ort_values import run_on_arrays
+from splitc.runtime.engines.onnx_session import open_in_memory
 
 
 def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequence[Sequence[int]] = ()) -> ir.Graph:
@@ -49,13 +50,12 @@ def open_alone(graph: ir.Graph) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    return open_in_memory(content, options)
 
 
 def run_alone(graph: ir.Graph, feeds: Mapping[str | None, Array]) -> list[Array]:
     """The results of a small graph, in one thread. Raises ONNX Runtime's errors."""
-    arrays: list[Array] = open_alone(graph).run(None, feeds)
-    return arrays
+    return run_on_arrays(open_alone(graph), None, {name or "": array for name, array in feeds.items()})
 
 
 def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> set[ir.Node]:
@@ -70,8 +70,7 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
 def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:
     """Compute the `wanted` values from the `known` ones and from weights. Only the nodes between them are copied.
 
-    What is bfloat16 is computed in float32. Raises ONNX Runtime's errors, and ValueError if a value is needed but not
-    known.
+    Raises ONNX Runtime's errors, and ValueError if a value is needed but not known.
     """
     made = dict(known)
     if asked := [value for value in wanted if value not in known]:
@@ -84,8 +83,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
             copy.shape = ir.Shape(known[value].shape)
         for value in (value for node in part for value in node.outputs):
             value.shape = None  # it may be of the planned sizes
-        use_wide_types(part)
-        feeds = {value.name: wide_array(known[value]) for value in inputs}
+        feeds = {value.name: known[value] for value in inputs}
         made.update(zip(asked, run_alone(part, feeds), strict=True))
     return [made[value] for value in wanted]
 

@@ -19,6 +19,7 @@ from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.requests.preamble import HIDING, is_causal
@@ -159,7 +160,7 @@ class _Tried:
                 if feeds is None:
                     return None
                 names = [*self.masks, *self.blanks]
-                results = dict(zip(names, session.run(names, feeds), strict=True))
+                results = dict(zip(names, run_on_arrays(session, names, feeds), strict=True))
                 if any(results[name].any() for name in self.blanks):
                     return None
                 made = {name: results[name] for name in self.masks}

@@ -19,7 +19,6 @@ from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
-from splitc.compiler.frontend.wide_types import NARROW, cast_outside, use_wide_types
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
@@ -76,13 +75,10 @@ def cut_preamble(
     made = [value for value in ordered if value in following and _is_read_later(value, early)]
     _check(made, following, graph, sizes)
     cut = _copy(model, made)
-    narrow = [value.name or "" for value in (*cut.graph.inputs, *cut.graph.outputs) if value.dtype == NARROW]
-    use_wide_types(cut.graph)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     masks = find_masks(made, filled, sizes)
     blanks = find_blanks(made, masks)
     plain = find_plain(cut.graph, masks, blanks, filled, sizes, roles)
-    cast_outside(cut.graph, narrow)
     for value in made:
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:

@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.wide_types import NARROW, WIDE
 from splitc.compiler.operators.gpu_kernels import has_gpu_kernel
+
+NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
 
 def widen(node: ir.Node, editor: Editor) -> None:

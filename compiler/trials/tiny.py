@@ -13,7 +13,6 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.frontend.wide_types import wide_attribute, wide_type
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
@@ -38,6 +37,10 @@ EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
+# ONNX Runtime's CPU provider, which tries nodes, has hardly any kernel for bfloat16. Axes are the same in float32.
+NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+# The attributes that name the type of a result.
+OF_TYPES = ("to", "dtype", "output_dtype")
 # With `few`: the most elements along all axes that are not sharded. A choice: six axes of two.
 FEW = 1 << 6
 
@@ -167,11 +170,11 @@ class _Maker:
             node.op_type,
             [self._input(number) for number in range(len(node.inputs))],
             [
-                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else wide_attribute(attribute)
+                local_attribute(self._tiny, node, name, sizes[name]) if name in sizes else _widened(attribute)
                 for name, attribute in node.attributes.items()
             ],
             outputs=[
-                ir.Value(name=f"{self._name}_o{n}" if is_tried(value, axes) else "", type=wide_type(value.type))
+                ir.Value(name=f"{self._name}_o{n}" if is_tried(value, axes) else "", type=_wide_type(value))
                 for n, (value, axes) in enumerate(zip(node.outputs, self.made.outputs, strict=True))
             ],
             name=self._name,
@@ -218,7 +221,7 @@ class _Maker:
             axes = self.made.inputs[number]
             if axes is None or value.dtype is None:
                 raise CannotTryError(self._number, f"the shape or the type of its input {number} is not known")
-            shape, kind = tuple(map(ax.size_of, axes)), wide_type(value.type)
+            shape, kind = tuple(map(ax.size_of, axes)), _wide_type(value)
             dtype = value.dtype if kind is None else kind.dtype
             is_sum = number in self._form.partial
             array = made_up_sum(shape, dtype, self._name) if is_sum else self._array(operation, number, shape, dtype)
@@ -252,6 +255,15 @@ class _Maker:
                 [n if entry is None else entry for entry, n in zip(mixed, others, strict=True)], dtype.numpy()
             )
         return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _wide_type(value: ir.Value) -> ir.TypeProtocol | None:
+    """The type that a value has in a trial."""
+    return ir.TensorType(WIDE) if value.type == ir.TensorType(NARROW) else value.type
+
+
+def _widened(attribute: ir.Attr) -> ir.Attr:
+    return ir.AttrInt64(attribute.name, WIDE) if attribute.name in OF_TYPES and attribute.value == NARROW else attribute
 
 
 def _has_example(operation: Operation, number: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
-from splitc.runtime.arrays.onnx_types import CODES, KNOWN, NAMES
+from splitc.runtime.arrays.onnx_types import CODES, KNOWN, NAMES, read_type
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
@@ -39,3 +40,23 @@ def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
     memory.owner = value  # type: ignore[attr-defined]  # the array keeps `memory` alive, and that keeps `value`
     array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(dtype).reshape(value.shape())
     return array
+
+
+def run_on_arrays(
+    session: ort.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """A CPU session's outputs of these names, or all, as arrays: also those of types that numpy lacks.
+
+    Raises ONNX Runtime's errors.
+    """
+    outputs = session.get_outputs()
+    if not any(_is_narrow(value.type) for value in (*session.get_inputs(), *outputs)):
+        arrays: list[npt.NDArray[Any]] = session.run(names, feeds)
+        return arrays
+    values = {name: host_value(array) for name, array in feeds.items()}
+    made = session.run_with_ort_values([value.name for value in outputs] if names is None else names, values)
+    return [host_array(value) for value in made]
+
+
+def _is_narrow(text: str) -> bool:
+    return text.startswith("tensor(") and read_type(text) in CODES

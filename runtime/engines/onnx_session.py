@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,15 +58,35 @@ def open_onnx(
         source = content
         options.add_session_config_entry(DATA_FOLDER, str(folder))
     disabled = [*disabled_optimizers, *[CRASHES] * _moves_first_axis(path)]
-    open_source = partial(ort.InferenceSession, providers=providers, enable_fallback=0, disabled_optimizers=disabled)
+
+    def read() -> bytes:
+        options.add_session_config_entry(DATA_FOLDER, str(folder))
+        return content or path.read_bytes()
+
+    return _open(source, None if on_gpu else read, options, providers, disabled)
+
+
+def open_in_memory(content: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A CPU session of an ONNX file's content. Raises what ONNX Runtime raises."""
+    return _open(content, lambda: content, options, ["CPUExecutionProvider"])
+
+
+def _open(
+    source: str | bytes,
+    read: Callable[[], bytes] | None,
+    options: ort.SessionOptions,
+    providers: Sequence[Any],
+    disabled: Sequence[str] = (),
+) -> ort.InferenceSession:
+    """A session of a file or its content. If it lacks kernels for bfloat16, it has what `read` returns, in float32."""
+    how = {"providers": providers, "enable_fallback": 0, "disabled_optimizers": disabled}
     try:
-        return open_source(source, options)
+        return ort.InferenceSession(source, options, **how)
     except ort_errors.NotImplemented:
-        wide = None if on_gpu else in_float32(content or path.read_bytes())
+        wide = None if read is None else in_float32(read())
         if wide is None:
             raise
-    options.add_session_config_entry(DATA_FOLDER, str(folder))
-    return open_source(wide, options)
+        return ort.InferenceSession(wide, options, **how)
 
 
 def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
@@ -75,7 +94,7 @@ def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry(DATA_FOLDER, str(folder.resolve()))
-    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+    return open_in_memory(content, options)
 
 
 def too_large(path: Path) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from splitc.runtime.engines.onnx_session import open_onnx
+from splitc.runtime.engines.onnx_session import open_in_memory, open_onnx
 from splitc.runtime.engines.operator_library import library_path
 
 
@@ -29,5 +29,5 @@ def load_unoptimized(
     options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
     options.add_session_config_entry("session.disable_prepacking", "1")
     if isinstance(model, bytes):
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        return open_in_memory(model, options)
     return open_onnx(model, options, ["CPUExecutionProvider"], trusts_data)

@@ -51,15 +51,15 @@ class _Widening:
         borders = dict.fromkeys([name for name in (*given, *(v.name for v in graph.output)) if name in self._narrow])
         self._wide = {name: f"{name}/float32" for name in borders}
         tables = {tensor.name for tensor in graph.initializer if tensor.data_type == NARROW}
-        nodes = [_cast(name, self._wide[name], WIDE) for name in given if name in self._wide]
-        for node in list(graph.node):
-            nodes += self._widened(node, tables)
-        nodes += [
+        nodes = [made for node in list(graph.node) for made in self._widened(node, tables)]
+        read = set(_names_read(nodes))  # ONNX Runtime would fold an unread cast of a table, and so read it whole
+        before = [_cast(name, wide, WIDE) for name, wide in self._wide.items() if name in given and wide in read]
+        after = [
             _cast(self._wide[value.name], value.name, NARROW)
             for value in graph.output
             if value.name in self._wide and value.name not in given
         ]
-        _replace_all(graph.node, nodes)
+        _replace_all(graph.node, [*before, *nodes, *after])
         _replace_all(graph.value_info, [v for v in graph.value_info if v.name not in self._narrow])
 
     def _widened(self, node: Any, tables: set[str]) -> list[Any]:
@@ -117,6 +117,14 @@ def _all_nodes(nodes: Iterable[Any]) -> Iterator[Any]:
         yield node
         for graph in _subgraphs(node):
             yield from _all_nodes(graph.node)
+
+
+def _names_read(nodes: Iterable[Any]) -> Iterator[str]:
+    """The names that nodes and their subgraphs read, and those of the subgraphs' outputs."""
+    for node in _all_nodes(nodes):
+        yield from node.input
+        for graph in _subgraphs(node):
+            yield from (value.name for value in graph.output)
 
 
 def _uses_narrow(node: Any) -> bool:

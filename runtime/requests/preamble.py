@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.arrays.ort_values import host_array, host_value
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.package.states import Length, Preamble
@@ -73,12 +73,12 @@ class _Graph:
 
     def run(self, feeds: Mapping[str, Feed]) -> dict[str, Array]:
         """The graph's outputs for these feeds. Raises EngineError."""
-        own = {name: host_value(on_host(feeds[name])) for name in self._inputs}
+        own = {name: np.asarray(on_host(feeds[name]), order="C") for name in self._inputs}
         try:
-            made = self._session.run_with_ort_values(self._outputs, own)
+            made = run_on_arrays(self._session, self._outputs, own)
         except ERRORS as error:
             raise failed(self._file, str(error)) from error
-        return dict(zip(self._outputs, map(host_array, made), strict=True))
+        return dict(zip(self._outputs, made, strict=True))
 
 
 def is_causal(mask: Array, before: int, window: int | None = None) -> bool:

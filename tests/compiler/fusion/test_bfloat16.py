@@ -12,18 +12,15 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.wide_types import cast_outside, use_wide_types
 from splitc.compiler.lowering import fused_rows
 from splitc.compiler.lowering.communication import HALF
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
-from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.lengths import length_feeds
 from splitc.runtime.requests.preamble import PreambleEngine
@@ -74,21 +71,6 @@ def test_masks_are_computed_on_the_cpu(tmp_path: Path) -> None:
     seen[:, 0] = False
     assert made.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(np.asarray(made)[0, 0, :, :5] == 0, seen)
-
-
-def test_a_part_in_single_precision_takes_and_returns_bfloat16() -> None:
-    text = """<ir_version: 10, opset_import: ["" : 21]> g (bfloat16[2] x, float[2] z) => (bfloat16[2] y, float[2] w)
-        { double = Add (x, x)  wide = Cast <to = 1> (double)  w = Add (wide, z)  y = Where (b, double, x) }"""
-    model = onnx.parser.parse_model(text)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([True, False]), "b"))
-    part = ir.from_proto(model)
-    use_wide_types(part.graph)
-    cast_outside(part.graph, ["x", "y"])
-    session = ort.InferenceSession(ir.to_proto(part).SerializeToString(), providers=["CPUExecutionProvider"])
-    feeds = {"x": host_value(np.array([1, 2], ml_dtypes.bfloat16)), "z": host_value(np.array([1, 1], np.float32))}
-    y, w = map(host_array, session.run_with_ort_values(["y", "w"], feeds))
-    assert y.dtype == ml_dtypes.bfloat16
-    assert (y.tolist(), w.tolist()) == ([2, 2], [3, 5])
 
 
 @pytest.mark.parametrize(

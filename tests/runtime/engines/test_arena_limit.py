@@ -40,7 +40,7 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
 def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path: Path) -> None:
     """Unused ones are dropped first. Engines with slots have the limit too."""
     shapes = {name: value.shape for name, value in SMALL.items()}
-    request = Request(split_mode="tensor", memory=["16.6MiB"], shapes=shapes, lora_slots=16)
+    request = Request(split_mode="tensor", memory=["16.4MiB"], shapes=shapes, lora_slots=16)
     most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package", verify=False).most_rank
     assert most is not None and 16 <= most < 32
     sizes = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(LAYERS)}
