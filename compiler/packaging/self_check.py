@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,9 +116,20 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             return Verdict(True, f"the model is too large to be compared whole: {tried}")
         return _check_blocks(plan.written, package, max(limit, host_memory()[1] // BLOCK_SHARE))
     try:
-        said = _compare_whole(plan, package, has_room_for_two=weights <= host_memory()[1] // 4)
+        opened = _open_package(plan, package)
     except _NoKernelError as error:
-        return Verdict(False, str(error))
+        return Verdict(False, f"{error}; compare it where its GPUs are: splitc check")
+    with (
+        opened as session,
+        unsplit_file(plan.analysis) as (path, trusts_data),
+    ):
+        with _open_model(plan, session, path, trusts_data) as whole:
+            said = _compare(plan, session, whole)
+        if said is not None and session.manifest.slots and not find_kind(plan.engine).is_built:
+            # The package has both kinds of engines loaded then, beside the model.
+            fits = weights <= host_memory()[1] // 4
+            adapted = _compare_adapted(plan, session, path, trusts_data) if fits else "not compared for lack of memory"
+            said += f"; with {ADAPTER}, {adapted}"
     if said is not None:
         return Verdict(True, said)
     return Verdict(
@@ -128,24 +139,6 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     )
 
 
-def _compare_whole(plan: Plan, package: Path, has_room_for_two: bool) -> str | None:
-    """Compare package and model, also with an adapter if there is room for engines with and without slots.
-
-    Returns what to say; None if the model fails. Raises _NoKernelError, and what `check_outputs` raises.
-    """
-    with _open_package(plan, package) as session, unsplit_file(plan.analysis) as (path, trusts_data):
-        with _open_model(plan, session, path, trusts_data) as whole:
-            said = _compare(plan, session, whole)
-        if said is not None and session.manifest.slots and not find_kind(plan.engine).is_built:
-            # The package has both kinds of engines loaded then, beside the model.
-            compares = has_room_for_two
-            adapted = (
-                _compare_adapted(plan, session, path, trusts_data) if compares else "not compared for lack of memory"
-            )
-            said += f"; with {ADAPTER}, {adapted}"
-    return said
-
-
 def _open_package(plan: Plan, package: Path) -> Session:
     """A session on the package. Its engines were just built here, so they may contain host code."""
     try:
@@ -153,8 +146,7 @@ def _open_package(plan: Plan, package: Path) -> Session:
     except PackageError as error:
         check_loads(package, read_manifest(package))  # which says more
         if isinstance(error.__cause__, ort_errors.NotImplemented):
-            why = f"this machine's CPU devices can't run it: {error.__cause__}"
-            raise _NoKernelError(f"{why}; compare it where its GPUs are: splitc check") from error
+            raise _NoKernelError(f"this machine's CPU devices can't run it: {error.__cause__}") from error
         raise
 
 
@@ -168,22 +160,10 @@ def _compare_adapted(plan: Plan, session: Session, path: Path, trusts_data: bool
         return _compare(plan, session, whole, ADAPTER) or "the model itself fails"
 
 
-@contextmanager
-def _open_model(plan: Plan, session: Session, path: Path, trusts_data: bool) -> Iterator[Reference]:
-    """The unsplit model. Raises _NoKernelError if ONNX Runtime lacks kernels for it, which the package does without."""
+def _open_model(plan: Plan, session: Session, path: Path, trusts_data: bool) -> AbstractContextManager[Reference]:
     threads = session.threads * len(session.manifest.ranks)
     needed = _whole_bytes(plan)
-    with ExitStack() as stack:
-        try:
-            opened = open_reference(
-                path, session.manifest, session.devices, threads, needed=needed, trusts_data=trusts_data
-            )
-            whole = stack.enter_context(opened)
-        except PackageError as error:
-            if isinstance(error.__cause__, ort_errors.NotImplemented):
-                raise _NoKernelError(f"ONNX Runtime can't run the unsplit model: {error.__cause__}") from error
-            raise
-        yield whole
+    return open_reference(path, session.manifest, session.devices, threads, needed=needed, trusts_data=trusts_data)
 
 
 def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
