@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,14 @@ def test_decoder_runs_and_splits(tmp_path: Path, dtype: str, experts: int) -> No
     for layer in range(2):
         for part in ("key", "value"):
             feeds[f"past_key_values.{layer}.{part}"] = np.zeros((1, 2, 0, 16), size.dtype.numpy())
-    whole = run_whole(tmp_path / "model.onnx", feeds)
-    assert 0.1 < np.abs(whole["logits"].astype(np.float32)).std() < 10
     split = run_split(tmp_path / "model.onnx", tmp_path / "package", "2xcpu", feeds)
-    np.testing.assert_allclose(split["logits"], whole["logits"], rtol=0, atol=2e-2 if dtype == "fp16" else 1e-5)
+    if dtype == "bf16":  # which ONNX Runtime itself does not run on CPUs
+        save(build(replace(size, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
+        feeds = {name: array.astype(np.float32) if "past" in name else array for name, array in feeds.items()}
+    whole = run_whole(tmp_path / "model.onnx", feeds)["logits"].astype(np.float32)
+    assert 0.1 < np.abs(whole).std() < 10
+    tolerance = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 3e-2 * np.abs(whole).max()}[dtype]
+    np.testing.assert_allclose(split["logits"].astype(np.float32), whole, rtol=0, atol=tolerance)
 
 
 def test_cache_continues_where_it_was(tmp_path: Path) -> None:
