@@ -20,6 +20,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
+from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.kernels import SINGLES
 from splitc.compiler.operators.gpu_kernels import HALVES
 
@@ -95,6 +96,9 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
         return None
     first, second = node.inputs
     if first is None or second is None or first is second or not known_shape(first) == known_shape(second) == shape:
+        return None
+    # The operator takes the place of the addition: its scale can't be computed from the sum.
+    if node in reached(producers(norm.inputs[1:]), lambda one: producers(one.inputs)):
         return None
     return _with_bias(_Addition(node, first, second))
 

@@ -105,6 +105,10 @@ def test_packages_for_gpus_add_and_norm_at_once(
 
 
 BROADCAST = "t{n} = Add (x{n}, z)  x{next} = LayerNormalization <axis = -1> (t{n}, scale, shift)\n"
+# Its scale is computed from the sum.
+OWN = """t{n} = Add (x{n}, z)  a{n} = Constant <value_ints = [0, 1]> ()  c{n} = ReduceMean <keepdims = 0> (t{n}, a{n})
+    x{next} = LayerNormalization <axis = -1> (t{n}, c{n})
+"""
 ALONG = "t{n} = Add (x{n}, x{n})  x{next} = LayerNormalization <axis = -1> (t{n}, scale, shift)\n"
 
 
@@ -115,8 +119,9 @@ ALONG = "t{n} = Add (x{n}, x{n})  x{next} = LayerNormalization <axis = -1> (t{n}
         (written(BLOCK, dtype="double"), ["cuda0", "cuda1"]),
         (written(BROADCAST, other="1, length"), ["cuda0"]),
         (written(ALONG), ["cuda0"]),
+        (written(OWN), ["cuda0"]),
     ],
-    ids=["on CPU devices", "double precision", "a sum of other sizes", "twice the same"],
+    ids=["on CPU devices", "double precision", "a sum of other sizes", "twice the same", "a scale of the sum"],
 )
 def test_other_norms_stay(tmp_path: Path, model: onnx.ModelProto, devices: list[str]) -> None:
     _, made = engines(model, tmp_path, devices)
