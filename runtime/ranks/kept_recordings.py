@@ -18,9 +18,10 @@ States = dict[str, Any]
 # forgotten runs eagerly a few times more.
 MOST, REMEMBERED = 8, 64
 # A request is recorded if more than so many came of its kind. Beyond a FEW kinds, each comes twice as often as the one
-# before it. A choice: prompts have ever new lengths, and to record one takes up to a second where each attention is
-# planned (attention_kernels.py), which is what some hundreds of them gain.
-NEW, FEW, MOST_DOUBLINGS = 2, 4, 8
+# before it, and so do requests that begin a sequence, so many times. A choice: these are prompts, which have ever new
+# lengths. To record one takes 0.5 to 1.8 s for 8 layers on H200s, since each attention is planned for its length
+# (attention_kernels.py), and each replay then gains 1 to 2 ms.
+NEW, FEW, MOST_DOUBLINGS, FOR_PROMPTS = 2, 4, 8, 5
 # The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
 # new sequence would be recorded anew.
 MOST_SPARE = 2
@@ -106,8 +107,8 @@ class KeptRecordings:
             if number < beyond or (self._same_feeds and key[1].feeds != kind.feeds)
         ]
 
-    def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: it came often enough, and there is room for it.
+    def is_worth(self, kind: Kind, begins: bool = False) -> bool:
+        """Whether to record a request of this kind, which `begins` a sequence: it came often enough, and has room.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
@@ -118,7 +119,8 @@ class KeptRecordings:
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         may_be_kept = all(self.requests - self._kept[key].last > IDLE for key in self._rivals(kind))
-        doublings = 0 if kind in self._recorded else min(max(0, len(self._recorded) + 1 - FEW), MOST_DOUBLINGS)
+        doublings = min(max(0, len(self._recorded) + 1 - FEW) + FOR_PROMPTS * begins, MOST_DOUBLINGS)
+        doublings = 0 if kind in self._recorded else doublings
         return count > NEW << doublings and may_be_kept
 
     def spare(self, home: Home, states: States) -> None:

@@ -74,14 +74,15 @@ class RankReplays:
         `drain` waits for all earlier requests.
         """
         self._kept.requests += 1
-        if request.initial:
+        begins = bool(request.initial)
+        if begins:
             self._begin(request)
         if request.initial or not self._optional.isdisjoint(request.feeds):
             return None
         home = self._home(request)
         kind = kind_of(request, home)
         recording = self._kept.pop(home, kind)
-        if recording is None and (not self._kept.is_worth(kind) or kind in self._refused):
+        if recording is None and (not self._kept.is_worth(kind, begins) or kind in self._refused):
             return None
         drain()  # so that requests end in order
         if recording is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from splitc.runtime.gpu.array import Tape
-from splitc.runtime.ranks.kept_recordings import IDLE, MOST, NEW, Home, KeptRecordings, Kind
+from splitc.runtime.ranks.kept_recordings import FOR_PROMPTS, IDLE, MOST, NEW, Home, KeptRecordings, Kind
 from splitc.runtime.ranks.recording import Recording
 
 HOME = Home(0, ())
@@ -54,3 +54,9 @@ def test_convolutions_are_recorded_for_feeds_of_the_same_shapes() -> None:
     assert kept.pop(HOME, of(1)) is not None
     kept.make_room(of(2))
     assert kept.pop(Home(1, ()), of(1, states=7)) is None, "even if the other one can't be captured"
+
+
+def test_prompts_are_recorded_later() -> None:
+    """To record one takes as long as hundreds of replays gain."""
+    kept, kind = KeptRecordings(), of(1)
+    assert sum(not kept.is_worth(kind, begins=True) for _ in range(200)) == (NEW << FOR_PROMPTS) + 1
