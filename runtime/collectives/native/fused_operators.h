@@ -9,9 +9,10 @@
 
 /* A kernel, as Python describes it (runtime/engines/fused_kernels.py).
  *
- * Inputs are rows of `widths` numbers: integers where the bit of the input is set in `integers`, and of `type` (ONNX's code), as
- * the output, otherwise. Where it is set in `whole`, the input has a row for each of the output, and where it is set in `looked_up`, any number of rows; other
- * inputs have a number that divides the output's. A block of `threads` computes `rows` rows of `columns` numbers. */
+ * Inputs are rows of `widths` numbers: integers where the bit of the input is set in `integers`, and otherwise of `type`
+ * (ONNX's code), as the output. Where it is set in `whole`, the input has a row for each of the output, and where it is set
+ * in `looked_up`, any number of rows; other inputs have a number that divides the output's. A block of `threads` computes
+ * `rows` rows of `columns` numbers. */
 typedef struct FusedKernel {
     char name[FUSED_NAME];
     void* function;
