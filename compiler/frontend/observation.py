@@ -19,6 +19,7 @@ from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 # The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
@@ -174,7 +175,7 @@ def refusal(
         return str(error)
     for fill in fills:
         try:
-            session.run(None, _filled(graph, fill, examples))
+            run_on_arrays(session, None, _filled(graph, fill, examples))
             return None
         except onnxruntime_build.NotImplemented:
             return None
@@ -203,19 +204,17 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
         session = open_alone(graph)
         made = [
             [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]
-            for arrays in (session.run(None, _filled(graph, fill)) for fill in (np.zeros, np.ones))
+            for arrays in (run_on_arrays(session, None, _filled(graph, fill)) for fill in (np.zeros, np.ones))
         ]
     except FAILURES:
         return None
     return made[0] if made[0] == made[1] else None
 
 
-def _filled(
-    graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})
-) -> dict[str | None, Any]:
+def _filled(graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Inputs for the graph of one node: from `examples`, else zeros or ones."""
     return {
-        v.name: fill(v.shape.numpy(), v.dtype.numpy())
+        v.name or "": fill(v.shape.numpy(), v.dtype.numpy())
         if v.name not in examples
         else np.full(v.shape.numpy(), examples[v.name], v.dtype.numpy())
         for v in graph.inputs

@@ -22,6 +22,7 @@ from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.onnx_types import CODES, KNOWN
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.feeds.fills import make_inputs
@@ -66,7 +67,7 @@ class Trial:
         timer = Timer(LONGEST, setattr, [options, "terminate", True])
         timer.start()
         try:
-            self._session.run(None, {**feeds, **fixed}, options)
+            run_on_arrays(self._session, None, {**feeds, **fixed}, options)
         except onnxruntime_build.NotImplemented:
             return None
         except ERRORS as error:

@@ -29,6 +29,7 @@ from splitc.compiler.packaging.block_inputs import BlockInputs, CannotCompareErr
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import SplitcError
@@ -252,4 +253,4 @@ def _run(
         graph.input.append(onnx.helper.make_tensor_value_info(name, int(kind), sizes))
     graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
     session = load_unoptimized(model.SerializeToString())
-    return dict(zip(outputs, session.run(list(outputs), fed), strict=True))
+    return dict(zip(outputs, run_on_arrays(session, list(outputs), fed), strict=True))

@@ -43,7 +43,10 @@ def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
 
 
 def run_on_arrays(
-    session: ort.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]]
+    session: ort.InferenceSession,
+    names: Sequence[str] | None,
+    feeds: Mapping[str, npt.NDArray[Any]],
+    options: ort.RunOptions | None = None,
 ) -> list[npt.NDArray[Any]]:
     """A CPU session's outputs of these names, or all, as arrays: also those of types that numpy lacks.
 
@@ -51,10 +54,11 @@ def run_on_arrays(
     """
     outputs = session.get_outputs()
     if not any(_is_narrow(value.type) for value in (*session.get_inputs(), *outputs)):
-        arrays: list[npt.NDArray[Any]] = session.run(names, feeds)
+        arrays: list[npt.NDArray[Any]] = session.run(names, feeds, options)
         return arrays
     values = {name: host_value(array) for name, array in feeds.items()}
-    made = session.run_with_ort_values([value.name for value in outputs] if names is None else names, values)
+    names = [value.name for value in outputs] if names is None else names
+    made = session.run_with_ort_values(names, values, options)
     return [host_array(value) for value in made]
 
 

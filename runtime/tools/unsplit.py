@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
+from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
@@ -132,7 +133,7 @@ def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArr
     names = [value.name for value in session.get_outputs()]
     known = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
     given = {name: feed for name, feed in feeds.items() if name in known}
-    return dict(zip(names, session.run(names, given), strict=True))
+    return dict(zip(names, run_on_arrays(session, names, given), strict=True))
 
 
 def choose_reference(

@@ -151,3 +151,19 @@ def check(package: Path, wide: Path, devices: list[str] | None) -> None:
             past = {state.input: outputs[state.output] for state in session.manifest.states}
             got = sequence.run(feeds)["logits"].astype(np.float32)
             assert np.abs(got - outputs["logits"]).max() < 3e-2 * np.abs(outputs["logits"]).max()
+
+
+def test_a_model_with_sizes_of_its_own_is_tried(tmp_path: Path) -> None:
+    """Sizes that nobody gave are tried on the model, whose output numpy has no type for."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    m (int64[batch, length] ids) => (bfloat16[batch, length, 4] y) {
+        row = Gather (table, ids)  y = Mul (row, row)
+    }"""
+    made = onnx.parser.parse_model(text)
+    table = np.ones((8, 4), ml_dtypes.bfloat16)
+    made.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    onnx.save(made, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer"))
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert session.run({"ids": np.zeros((2, 3), np.int64)})["y"].shape == (2, 3, 4)
