@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import half_result, half_source
+from splitc.compiler.fusion.operand import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.operators.gpu_kernels import HALVES

@@ -19,12 +19,11 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, as_operand, constant, traced_back
+from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import settings_of
-from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "SimplifiedLayerNormalization"
@@ -151,12 +150,6 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
     return (half_result(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def half_result(value: ir.Value) -> ir.Value | None:
-    """The value in half precision that a wider one is cast to, if that is its only use; else None."""
-    cast = None if value.dtype in HALVES else only_user(value, "Cast")
-    return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
-
-
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     """Replace a norm by the operator, in place, with weights of 1 if the norm has none of the last axis' shape.
 
@@ -221,12 +214,6 @@ def find_narrowed(norm: ir.Node) -> Narrowed | None:
     if any(value is not None and not _is_exact(value, data) for value in given):
         return None
     return Narrowed(norm, data, tuple(given), output)
-
-
-def half_source(value: ir.Value) -> ir.Value | None:
-    """The value in half precision that a wider one is cast from; None if it is not."""
-    source = None if value.dtype in HALVES else value_before(value, "Cast")
-    return source if source is not None and source.dtype in HALVES else None
 
 
 def _is_exact(value: ir.Value, like: ir.Value) -> bool:

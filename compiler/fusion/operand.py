@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.operators.gpu_kernels import HALVES
@@ -49,8 +49,20 @@ def in_half_precision(operand: Operand, scaled: bool) -> Operand | None:
     if operand.value.dtype in HALVES:
         return operand
     traced = traced_back(operand, scaled)
-    source = value_before(traced.value, "Cast")
-    return None if source is None or source.dtype not in HALVES else replace(traced, value=source)
+    source = half_source(traced.value)
+    return None if source is None else replace(traced, value=source)
+
+
+def half_source(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a wider one is cast from; None if it is not."""
+    source = None if value.dtype in HALVES else value_before(value, "Cast")
+    return source if source is not None and source.dtype in HALVES else None
+
+
+def half_result(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a wider one is cast to, if that is its only use; else None."""
+    cast = None if value.dtype in HALVES else only_user(value, "Cast")
+    return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
 
 
 def traced_back(operand: Operand, scaled: bool) -> Operand:

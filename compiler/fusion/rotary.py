@@ -19,8 +19,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, source_through, value_before
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import half_result
-from splitc.compiler.fusion.operand import PASSED, VIEWS
+from splitc.compiler.fusion.operand import PASSED, VIEWS, half_result
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.tables import Tables

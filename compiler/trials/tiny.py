@@ -14,6 +14,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
+from splitc.compiler.lowering.widened import NARROW, WIDE
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -26,6 +27,7 @@ from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_
 from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of, is_tried, mixed_of
 from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.engines.widened import OF_TYPES
 
 # Ranks of a trial: one is neither the first nor the last, and one may have nothing.
 RANKS = 3
@@ -37,10 +39,6 @@ EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
-# ONNX Runtime's CPU provider, which tries nodes, has hardly any kernel for bfloat16. Axes are the same in float32.
-NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
-# The attributes that name the type of a result.
-OF_TYPES = ("to", "dtype", "output_dtype")
 # With `few`: the most elements along all axes that are not sharded. A choice: six axes of two.
 FEW = 1 << 6
 
@@ -258,7 +256,10 @@ class _Maker:
 
 
 def _wide_type(value: ir.Value) -> ir.TypeProtocol | None:
-    """The type that a value has in a trial."""
+    """The type that a value has in a trial: float32 for bfloat16, which the CPU provider has hardly any kernel for.
+
+    Axes are the same.
+    """
     return ir.TensorType(WIDE) if value.type == ir.TensorType(NARROW) else value.type
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,9 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, KNOWN, NAMES, read_type
+
+# Returns a session's outputs by the arguments of `run_on_arrays` behind the session.
+RunOnArrays = Callable[..., list[npt.NDArray[Any]]]
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
@@ -52,14 +55,24 @@ def run_on_arrays(
 
     Raises ONNX Runtime's errors.
     """
+    return runner_on_arrays(session)(names, feeds, options)
+
+
+def runner_on_arrays(session: ort.InferenceSession) -> RunOnArrays:
+    """The function `run_on_arrays` of a session that runs often: the session's types are looked at once."""
     outputs = session.get_outputs()
     if not any(_is_narrow(value.type) for value in (*session.get_inputs(), *outputs)):
-        arrays: list[npt.NDArray[Any]] = session.run(names, feeds, options)
-        return arrays
-    values = {name: host_value(array) for name, array in feeds.items()}
-    names = [value.name for value in outputs] if names is None else names
-    made = session.run_with_ort_values(names, values, options)
-    return [host_array(value) for value in made]
+        return session.run  # type: ignore[no-any-return]
+    everything = [value.name for value in outputs]
+
+    def run(
+        names: Sequence[str] | None, feeds: Mapping[str, npt.NDArray[Any]], options: ort.RunOptions | None = None
+    ) -> list[npt.NDArray[Any]]:
+        values = {name: host_value(array) for name, array in feeds.items()}
+        made = session.run_with_ort_values(everything if names is None else names, values, options)
+        return [host_array(value) for value in made]
+
+    return run
 
 
 def _is_narrow(text: str) -> bool:

@@ -42,7 +42,7 @@ class _Widening:
 
     def __init__(self, narrow: set[str]) -> None:
         self._narrow = narrow
-        # The names of narrow values, by those that the nodes give and read now, in float32.
+        # By the names of narrow values in the file: those of the float32 values that nodes read and make instead.
         self._wide: dict[str, str] = {}
 
     def widen(self, graph: Any) -> None:
@@ -74,9 +74,9 @@ class _Widening:
                     before.append(_cast(self._wide.get(name, name), node.input[place], NARROW))
             narrow = [place for place, name in enumerate(makes) if name in self._narrow]
         else:
-            is_lookup = node.op_type == "Gather" and not node.domain and reads[0] in tables
-            node.input[0:1] = reads[:1] if is_lookup else node.input[0:1]
-            narrow = [0] if is_lookup else []
+            narrow = []
+            if node.op_type == "Gather" and not node.domain and reads[0] in tables:
+                node.input[0], narrow = reads[0], [0]
         for place in narrow:
             wide = node.output[place]
             node.output[place] = f"{wide}/narrow"

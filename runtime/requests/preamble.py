@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.arrays.ort_values import run_on_arrays
+from splitc.runtime.arrays.ort_values import runner_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.package.states import Length, Preamble
@@ -67,15 +67,16 @@ class _Graph:
     """One graph of the preamble, as a session on the CPU."""
 
     def __init__(self, package: Path, file: str) -> None:
-        self._file, self._session = file, open_session(package / file, 1)
-        self._inputs = [tensor.name for tensor in self._session.get_inputs()]
-        self._outputs = [tensor.name for tensor in self._session.get_outputs()]
+        self._file, session = file, open_session(package / file, 1)
+        self._run = runner_on_arrays(session)
+        self._inputs = [tensor.name for tensor in session.get_inputs()]
+        self._outputs = [tensor.name for tensor in session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Feed]) -> dict[str, Array]:
         """The graph's outputs for these feeds. Raises EngineError."""
         own = {name: np.asarray(on_host(feeds[name]), order="C") for name in self._inputs}
         try:
-            made = run_on_arrays(self._session, self._outputs, own)
+            made = self._run(self._outputs, own)
         except ERRORS as error:
             raise failed(self._file, str(error)) from error
         return dict(zip(self._outputs, made, strict=True))
