@@ -24,6 +24,7 @@ from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
 from splitc.compiler.frontend.states import find_states, growing_symbols, settle_state_sizes, written_in_place
 from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
+from splitc.compiler.fusion.kept_rows import Chosen
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.fusion.preamble import Preamble
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
@@ -47,7 +48,7 @@ class Analysis:
       ones and are tuned for the `typical` ones.
     - `fitted`: how the largest shapes were determined and tried.
     - `gains`: where fused operators are faster; None if nothing is fused.
-    - `outcomes`, `lengths`, `preamble`, `uncompared`: the results of fusion, see `Fused`.
+    - `outcomes`, `lengths`, `preamble`, `uncompared`, `chosen`: the results of fusion, see `Fused`.
     - `slotless`: weights of layers without a slot for adapters, with the reason.
     """
 
@@ -68,6 +69,7 @@ class Analysis:
     slotless: Mapping[str, str] = field(default_factory=dict)
     preamble: Preamble | None = None
     uncompared: frozenset[str] = frozenset()
+    chosen: Chosen | None = None
 
     @property
     def fuses(self) -> bool:
@@ -77,7 +79,7 @@ class Analysis:
     @property
     def added(self) -> frozenset[str]:
         """The names of inputs that the model does not have, which the runtime feeds."""
-        return frozenset(added_inputs(self.lengths, self.preamble))
+        return frozenset(_added_inputs(self))
 
 
 def analyze(
@@ -166,19 +168,21 @@ def _analyze(
         fused.lengths,
         preamble=fused.preamble,
         uncompared=fused.uncompared,
+        chosen=fused.chosen,
     )
 
 
 def _with_added(fused: Fused, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The inputs' shapes with those of added inputs, which have no range of sizes."""
-    added = added_inputs(fused.lengths, fused.preamble)
+    added = _added_inputs(fused)
     return {**shapes, **{name: fused.bound.shapes[name] for name in added if name in fused.bound.shapes}}
 
 
-def added_inputs(lengths: Sequence[Length], preamble: Preamble | None) -> list[str]:
-    """The inputs of the ranks' graphs that the model does not have: lengths, and the preamble's outputs."""
-    own = [name for length in lengths for name in length.names]
-    return [*own, *([] if preamble is None else preamble.outputs)]
+def _added_inputs(made: Fused | Analysis) -> list[str]:
+    """The inputs of the ranks' graphs that the model does not have: lengths, the preamble's outputs, and kept rows."""
+    lengths = [name for length in made.lengths for name in length.names]
+    computed = [] if made.preamble is None else made.preamble.outputs
+    return [*lengths, *computed, *([] if made.chosen is None else [made.chosen.entry.input])]
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

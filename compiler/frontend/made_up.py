@@ -25,9 +25,12 @@ def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
 def describe_tensor(value: ir.Value) -> m.Tensor:
     """The manifest's entry for an input or output."""
     assert isinstance(value.type, ir.TensorType)
-    shape = value.shape
-    sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
-    return m.Tensor(value.name or "", str(value.type.dtype.numpy()), sizes)
+    return m.Tensor(value.name or "", str(value.type.dtype.numpy()), describe_shape(value.shape))
+
+
+def describe_shape(shape: ir.Shape | None) -> m.Shape:
+    """A shape of numbers and symbols, as in the manifest."""
+    return None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
 
 
 def describe_fixed(fixed: Fixed) -> m.FixedInput:

@@ -24,6 +24,7 @@ from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, un
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
+from splitc.compiler.fusion.kept_rows import Chosen, keep_rows
 from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import find_latent, write_latent
@@ -65,6 +66,7 @@ class Fused:
     - `bound`: the shapes of all its values.
     - `outcomes`: what became of each subgraph that looks like a pattern.
     - `lengths`: inputs that fusion added, for the lengths of caches. The `preamble` computes further added inputs.
+    - `chosen`: an added input by which requests choose the tokens whose logits are computed.
     - `uncompared`: symbols of dynamic sizes that inputs must agree on. The nodes that would have failed on unequal
       sizes were fused, and the fused operator does not check them.
     """
@@ -75,6 +77,7 @@ class Fused:
     lengths: tuple[Length, ...] = ()
     preamble: Preamble | None = None
     uncompared: frozenset[str] = frozenset()
+    chosen: Chosen | None = None
 
 
 def fuse(
@@ -103,22 +106,24 @@ def fuse(
         *_looks_inside(graph, work),
     ]
     lengths = work.lengths.entries() if work.caches else ()
-    if not any(outcome.operator for outcome in outcomes):
-        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
-    work.join_views()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    reads, preamble = complete(graph.model), None
-    if lengths and gains.has_room:
-        try:
-            preamble = work.preamble(roles)
-            reads = complete(graph.model)
-            outcomes.append(Outcome(lengths[0].input, "preamble", None, "preamble"))
-        except NotFusedError as error:
-            outcomes.append(Outcome(lengths[0].input, None, str(error), "preamble"))
+    preamble, chosen = None, None
+    if any(outcome.operator for outcome in outcomes):
+        work.join_views()
+        complete(graph.model)
+        if lengths and gains.has_room:
+            preamble, outcome = work.preamble(roles, lengths[0].input)
+            outcomes.append(outcome)
+    if states:
+        chosen, places = work.keep_rows()
+        outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
+    if not any(outcome.operator for outcome in outcomes):
+        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
     uncompared = work.uncompared() if any(outcome.operator == ROTARY for outcome in outcomes) else frozenset()
-    return Fused(replace(graph, reads=reads), bound, tuple(outcomes), lengths, preamble, uncompared)
+    graph = replace(graph, reads=complete(graph.model))
+    return Fused(graph, bound, tuple(outcomes), lengths, preamble, uncompared, chosen)
 
 
 @dataclass(frozen=True)
@@ -189,10 +194,19 @@ class _Work:
         """Remove views of views."""
         join_views(self.editor, self._sizes)
 
-    def preamble(self, roles: Mapping[str, Role]) -> Preamble:
-        """Cut off the graph that the session computes before the ranks. Raises NotFusedError if that is impossible."""
+    def keep_rows(self) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
+        """As `kept_rows.keep_rows`."""
+        graph = replace(self.graph, reads=complete(self.graph.model))
+        return keep_rows(graph, self.editor, self._sizes, self.states)
+
+    def preamble(self, roles: Mapping[str, Role], place: str) -> tuple[Preamble | None, Outcome]:
+        """Cut off the graph that the session computes before the ranks. None if that is impossible."""
         states = [state.input for state in self.states]
-        return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
+        try:
+            made = cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
+        except NotFusedError as error:
+            return None, Outcome(place, None, str(error), "preamble")
+        return made, Outcome(place, "preamble", None, "preamble")
 
     def part(self, node: ir.Node) -> Outcome | None:
         """Fuse a pattern other than attention that begins or ends at a node; None if there is none."""

@@ -23,6 +23,7 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.fills import fill_array, make_inputs
 from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.package.manifest import Fill, Manifest
+from splitc.runtime.requests.kept_rows import with_kept_rows
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.preamble import PreambleEngine
 
@@ -79,7 +80,7 @@ class BlockInputs:
         if lacking := next((tensor.name for tensor in manifest.inputs if tensor.name not in shapes), None):
             raise CannotCompareError(f"the sizes of '{lacking}' are not known")
         tensors = [msgspec.structs.replace(one, sample_shape=list(shapes[one.name])) for one in manifest.inputs]
-        taken = with_lengths(manifest.lengths, make_inputs(tensors))
+        taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, make_inputs(tensors)))
         if manifest.preamble is not None:
             made = PreambleEngine(self._folder, manifest.preamble, manifest.lengths).apply(taken, keeps_masks=True)
             taken = {**taken, **made}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
-from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
+from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_shape, describe_tensor
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.modes.rows import row_sources
@@ -51,7 +51,7 @@ def make_manifest(
         number_type=number_type(analysis),
         threads=threads,
         inputs=_inputs(plan, fills),
-        outputs=[describe_tensor(value) for value in graph.outputs],
+        outputs=_outputs(analysis),
         states=list(analysis.states),
         batch=_batch(plan),
         blocks=[block.name for block in analysis.partition.blocks],
@@ -66,6 +66,7 @@ def make_manifest(
         shared_sizes=_shared_sizes(plan),
         filled_sizes=_filled_sizes(plan),
         lengths=list(analysis.lengths),
+        kept_rows=None if analysis.chosen is None else analysis.chosen.entry,
         preamble=_preamble(plan, have_forms(ranks)),
         replicas=_replicas(plan),
         row_sources=[] if plan.replicas is None else row_sources(plan.analysis, plan.replicas.rows),
@@ -177,6 +178,15 @@ def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
         _input(plan, value, roles.get(value.name or ""), planned.get(value.name or ""), fills.get(value.name or ""))
         for value in graph.graph.inputs
         if value.name not in plan.analysis.added
+    ]
+
+
+def _outputs(analysis: Analysis) -> list[m.Tensor]:
+    """The outputs in the shapes that requests get which do not choose rows: as the model declares them."""
+    declared = {} if analysis.chosen is None else analysis.chosen.declared
+    return [
+        replace(tensor, shape=describe_shape(declared[tensor.name])) if tensor.name in declared else tensor
+        for tensor in map(describe_tensor, analysis.graph.outputs)
     ]
 
 

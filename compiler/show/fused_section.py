@@ -18,6 +18,7 @@ TITLES = {
     "product": "products split into parts",
     "rotary": "rotary embeddings fused",
     "slices": "slices concatenated",
+    "rows": "logits of chosen tokens alone",
 }
 
 

@@ -22,6 +22,7 @@ class Feeder:
     def __init__(self, manifest: Manifest, signature: TokenInputs) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
+        self._kept = manifest.kept_rows
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
         self._axes = 2 if shape is None else len(shape)
 
@@ -39,7 +40,7 @@ class Feeder:
         return 1 if fixed == 1 else max(1, min(wanted, prompt, most))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
-        """The feeds for `new` tokens, the last ones of `total`."""
+        """The feeds for `new` tokens, the last ones of `total`. Of several, only the last one's logits are computed."""
         feeds = {self.signature.ids: np.array([new])}
         if self.signature.mask is not None:
             feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
@@ -47,7 +48,8 @@ class Feeder:
             places = np.arange(total - len(new), total)
             # A single number is the first token's position.
             feeds[self.signature.positions] = {0: places[0], 1: places}.get(self._axes, places[None])
-        return {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
+        own = {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
+        return own if self._kept is None or len(new) == 1 else {**own, self._kept.input: np.array([len(new) - 1])}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
         """Ones for the tokens so far, and zeros up to a fixed length; or what is added to scores: see `_bias`.

@@ -13,7 +13,7 @@ from splitc.runtime.package.build import Built as Built
 from splitc.runtime.package.engine_file import EngineFile as EngineFile
 from splitc.runtime.package.engine_file import Sizes as Sizes
 from splitc.runtime.package.engine_file import Weight as Weight
-from splitc.runtime.package.states import Length, Preamble, State
+from splitc.runtime.package.states import KeptRows, Length, Preamble, State
 from splitc.runtime.package.steps import Run, Step
 
 SCHEMA = 4
@@ -245,7 +245,8 @@ class Manifest(Struct, frozen=True):
     - `threads`: those of each CPU device; None divides the cores. `build`: set for engines built from ONNX files.
     - `fixed`: inputs of the model that the package does not have. `optional`: inputs with default values in the
       engines.
-    - `lengths`: inputs that only the ranks have. `preamble`: a graph that is run before the ranks.
+    - `lengths`: inputs that only the ranks have. `preamble`: a graph that is run before the ranks. `kept_rows`: the
+      input by which requests choose the tokens whose logits are computed.
     - `batch`: the number of the batch axis, by input and output that has one; None if there are none.
     - `row_sources`: inputs that have every row of the batch. If it has several, other inputs may have one row for all.
     - `shared_sizes`: symbols with one size each in a request, which ranks read off any value.
@@ -287,6 +288,7 @@ class Manifest(Struct, frozen=True):
     slots: list[Slot] = []
     maps_weights: bool = False
     preamble: Preamble | None = None
+    kept_rows: KeptRows | None = None
     most_rank: int | None = None
     onnxruntime: str = ""
 
@@ -303,9 +305,10 @@ class Manifest(Struct, frozen=True):
 
     @property
     def added(self) -> list[str]:
-        """The ranks' inputs that are not the model's: lengths, and outputs of the preamble."""
-        own = [name for length in self.lengths for name in length.names]
-        return [*own, *([] if self.preamble is None else self.preamble.outputs)]
+        """The ranks' inputs that are not the model's: lengths, outputs of the preamble, and kept rows."""
+        lengths = [name for length in self.lengths for name in length.names]
+        computed = [] if self.preamble is None else self.preamble.outputs
+        return [*lengths, *computed, *([] if self.kept_rows is None else [self.kept_rows.input])]
 
     @property
     def masks(self) -> frozenset[str]:
@@ -318,6 +321,12 @@ class Manifest(Struct, frozen=True):
         return [*self.optional, *slot_tensors(self.slots)]
 
     @property
+    def omittable(self) -> list[Tensor]:
+        """The inputs that requests may omit: those with default values in the engines, and the tokens to keep."""
+        kept = self.kept_rows
+        return [*self.optional, *([] if kept is None else [Tensor(kept.input, "int64", [kept.input])])]
+
+    @property
     def slot_inputs(self) -> frozenset[str]:
         """The names of the slots' inputs."""
         return frozenset(tensor.name for tensor in slot_tensors(self.slots))
@@ -327,7 +336,7 @@ class Manifest(Struct, frozen=True):
         """All tensors that requests give or get, by kind. Fixed inputs may be given, and change nothing."""
         return {
             "input": self.inputs,
-            "optional input": self.optional,
+            "optional input": self.omittable,
             "bound input": [tensor for tensor in self.fixed if tensor.value is not None],
             "ignored input": [tensor for tensor in self.fixed if tensor.value is None],
             "output": self.outputs,

@@ -45,6 +45,19 @@ class Length(Struct, frozen=True):
         return [self.input, *([] if self.room is None else [self.room])]
 
 
+class KeptRows(Struct, frozen=True):
+    """An input of a language model's last product: the indices of the tokens whose rows of `outputs` are computed.
+
+    - `input`: its name. It is int64, [rows]. Requests that do not feed it get all rows.
+    - `outputs`: the axis of rows, by output.
+    - `reads`: the input, and its axis, that has as many tokens as an output has rows.
+    """
+
+    input: str
+    outputs: dict[str, int]
+    reads: tuple[str, int]
+
+
 class Preamble(Struct, frozen=True):
     """A graph that is run before the ranks, on the CPU, in the file `file`.
 

@@ -17,16 +17,18 @@ def empty_states(
 ) -> dict[str, Zeros]:
     """Zeros for each state, by its input. Sizes of symbols are those in the feeds.
 
-    A state that grows has as many tokens as `room` gives it, or none.
+    A state that grows has as many tokens as `room` gives it, or none. Feeds that are not inputs of the package are
+    ignored.
     """
     inputs = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.overridable)}
     sizes = {
         symbol: length
         for name, array in feeds.items()
+        if name in inputs
         for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
         if isinstance(symbol, str)
     }
-    rows = count_batch(feeds)
+    rows = count_batch(manifest, feeds)
     return {
         state.input: _zeros(state, inputs[state.input], sizes, rows, (room or {}).get(state.input, 0))
         for state in manifest.states
@@ -34,17 +36,17 @@ def empty_states(
 
 
 def unfed_states(manifest: Manifest, feeds: Mapping[str, Feed]) -> dict[str, Array]:
-    """The initial states, if no state is fed. Feeds that are not inputs of the package are ignored."""
+    """The initial states, if no state is fed."""
     if not {state.input for state in manifest.states}.isdisjoint(feeds):
         return {}
-    taken = {tensor.name for tensor in (*manifest.inputs, *manifest.overridable)}
-    begun = empty_states(manifest, {name: array for name, array in feeds.items() if name in taken})
+    begun = empty_states(manifest, feeds)
     return {name: np.zeros(zeros.shape, number_type(zeros.dtype)) for name, zeros in begun.items()}
 
 
-def count_batch(feeds: Mapping[str, Feed]) -> int:
-    """The number of rows of a request."""
-    return max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
+def count_batch(manifest: Manifest, feeds: Mapping[str, Feed]) -> int:
+    """The number of rows of a request. Optional inputs have none: weights, and the tokens whose logits are computed."""
+    given = (feeds[tensor.name] for tensor in manifest.inputs if tensor.name in feeds)
+    return max((array.shape[0] for array in given if array.ndim), default=1)
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], rows: int, room: int) -> Zeros:

@@ -18,6 +18,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.empty_outputs import EmptyOutputs
+from splitc.runtime.requests.kept_rows import with_kept_rows
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
 from splitc.runtime.requests.preamble import PreambleEngine
@@ -58,6 +59,7 @@ class Requests:
             self.device_arrays.check_outputs()
         self._shared_sizes.check(request.feeds)
         self._empty_outputs.check(request.feeds)
+        request.feeds = with_kept_rows(self.manifest.kept_rows, request.feeds)
         if self.manifest.lengths:
             request.given = request.feeds
             if request.sequence is None:

@@ -49,7 +49,7 @@ class StateSequence:
         self._carries = [state for state in manifest.states if state.input not in resident]
         inputs = {state.input for state in manifest.states}
         self._given = [tensor for tensor in manifest.inputs if tensor.name not in inputs]
-        self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
+        self._fed = Inputs(self._given, manifest.omittable, manifest.fixed)
         self._states = [tensor for tensor in manifest.inputs if tensor.name in inputs]
         self._outputs = {state.output for state in manifest.states}
         self._masks = find_cache_masks(manifest)
@@ -103,7 +103,7 @@ class StateSequence:
     def _next_request(self, arrays: Mapping[str, Array]) -> InFlightRequest:
         """The request that begins the sequence, moves it to larger states, or continues with the present ones."""
         initial: Mapping[str, Array | Zeros] = {}
-        after, room = None, self._room(arrays)
+        manifest, after, room = self._session.manifest, None, self._room(arrays)
         if not self._numbers:
             initial = self._begin(arrays, room)
         elif room and room != self._allocated and (initial := self._lengthen(arrays, room)):
@@ -117,7 +117,7 @@ class StateSequence:
                 **arrays,
                 **self._carried,
                 **length_feeds(
-                    self._session.manifest.lengths, count_batch(arrays), self._filled, arrays, self._capacity or 0
+                    manifest.lengths, count_batch(manifest, arrays), self._filled, arrays, self._capacity or 0
                 ),
             },
             sequence=self._numbers[-1],
@@ -142,7 +142,7 @@ class StateSequence:
         """The capacity in tokens of the states that are written in place; none if a request allocates longer ones."""
         manifest = self._session.manifest
         if self._capacity is None:
-            return room_needed(manifest.lengths, count_batch(feeds), self._filled, feeds)
+            return room_needed(manifest.lengths, count_batch(manifest, feeds), self._filled, feeds)
         growing = [state.input for state in manifest.states if state.in_place and state.grows is not None]
         return dict.fromkeys(growing, self._capacity)
 
@@ -151,9 +151,9 @@ class StateSequence:
 
         Raises FeedError for a request that the engines can't run, MisuseError if it exceeds the capacity.
         """
-        filled, lengths = dict(self._filled), self._session.manifest.lengths
-        check_lengths(lengths, count_batch(feeds), filled, feeds)
-        for length in lengths:
+        filled, manifest = dict(self._filled), self._session.manifest
+        check_lengths(manifest.lengths, count_batch(manifest, feeds), filled, feeds)
+        for length in manifest.lengths:
             filled[length.input] = total = filled[length.input] + added(length, feeds)
             if self._capacity is not None and total > self._capacity:
                 raise MisuseError(
@@ -193,7 +193,7 @@ class StateSequence:
             self._constant.update(Inputs(held).on_host(feeds))
             manifest = self._session.manifest
             self._given = [tensor for tensor in self._given if tensor.name not in feeds]
-            self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
+            self._fed = Inputs(self._given, manifest.omittable, manifest.fixed)
 
     def grow(self, capacity: int) -> None:
         """Raise the caches' capacity to this number of tokens, with the next run, which copies them once.

@@ -13,6 +13,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.serving.genai_config import genai_config
 from splitc.runtime.serving.served_folders import new_folder
+from splitc.runtime.serving.stage_engines import write_stage_file
 from splitc.runtime.threads.progress import counted
 
 FILE_NAME = "genai_config.json"
@@ -51,7 +52,7 @@ def export_genai(
         for file in counted("writing files", manifest.files):
             target = made / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
-            link_file(own / file.path, target)
+            write_stage_file(manifest, own / file.path, target)
         for path in sorted(tokenizer.iterdir()) if tokenizer is not None else ():
             if path.is_file() and path.name.endswith(TOKENIZER_ENDS) and path.name != FILE_NAME:
                 link_file(path, made / path.name)

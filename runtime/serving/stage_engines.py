@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from splitc.runtime.engines.kinds import find_kind
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, needed
+from splitc.runtime.files.written import link_file
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package.steps import Reduce
 
@@ -26,7 +30,30 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
             f"{runner} gives engines the model's inputs alone, and this package writes its caches in place, for which "
             f"its engines take '{manifest.lengths[0].input}' too: compile with --no-fuse"
         )
-    return stages
+    kept = None if manifest.kept_rows is None else manifest.kept_rows.input
+    return [replace(stage, inputs=[name for name in stage.inputs if name != kept]) for stage in stages]
+
+
+def write_stage_file(manifest: Manifest, source: Path, target: Path) -> None:
+    """Link a file of the package, or write it: an engine always computes all logits in other programs.
+
+    Raises MisuseError if that needs onnx, which is not installed.
+    """
+    kept = manifest.kept_rows
+    engines = [engine for rank in manifest.ranks for engine in rank.engines if source.match(engine.path)]
+    if kept is None or not any(kept.input in engine.inputs for engine in engines):
+        link_file(source, target)
+        return
+    with needed(
+        "an engine's input for the tokens to keep is removed by onnx, which is not installed: pip install onnx"
+    ):
+        import onnx
+    model = onnx.load(source, load_external_data=False)
+    for node in [node for node in model.graph.node if kept.input in node.input]:
+        node.CopyFrom(onnx.helper.make_node("Identity", node.input[:1], node.output, node.name))
+    for value in [value for value in model.graph.input if value.name == kept.input]:
+        model.graph.input.remove(value)
+    target.write_bytes(model.SerializeToString())
 
 
 def check_one_copy(manifest: Manifest, runner: str, mode: str) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
-from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
-from splitc.runtime.serving.stage_engines import find_stages
+from splitc.runtime.serving.stage_engines import find_stages, write_stage_file
 from splitc.runtime.serving.tensorrt_engines import WITH_INT64, check_loadable
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
 from splitc.runtime.threads.progress import counted
@@ -41,7 +40,7 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
                 has_weights = manifest.engine == TENSORRT  # not the ONNX file that it was built from
                 paths = [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]
                 for path in counted(f"writing files of {known}", paths):
-                    link_file(source / path, folder / "1" / Path(path).name)
+                    write_stage_file(manifest, source / path, folder / "1" / Path(path).name)
             (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     return [repository / known for known in models]
 

@@ -111,9 +111,9 @@ class Session(Requests, Listed):
         if kind != MPI:  # where each rank does so for itself
             check_built_here(self.package, manifest, own)
         self._states = frozenset(state.input for state in manifest.states)
-        self._whole = Inputs(manifest.inputs, manifest.optional, manifest.fixed)
+        self._whole = Inputs(manifest.inputs, manifest.omittable, manifest.fixed)
         begun = [tensor for tensor in manifest.inputs if tensor.name not in self._states]
-        self._begins = Inputs(begun, manifest.optional, manifest.fixed) if self._states else None
+        self._begins = Inputs(begun, manifest.omittable, manifest.fixed) if self._states else None
         hashes = NEVER if kind == MPI else verify
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, manifest.threads if threads is None else threads)
@@ -198,8 +198,8 @@ class Session(Requests, Listed):
 
     @property
     def optional(self) -> list[Tensor]:
-        """Inputs that need not be fed, since the model has default values for them."""
-        return self.manifest.optional
+        """Inputs that need not be fed, since there are default values for them."""
+        return self.manifest.omittable
 
     @property
     def outputs(self) -> list[Tensor]:

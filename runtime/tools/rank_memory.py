@@ -37,6 +37,7 @@ from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loaded import ADAPTED, choices_of, load_engine, measured_memory
 from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.requests.kept_rows import with_kept_rows
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.threads.executor import Executor
@@ -54,7 +55,7 @@ def measure_memory(
     these.
     """
     manifest = read_manifest(package)
-    taken = with_lengths(manifest.lengths, feeds)
+    taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, feeds))
     if manifest.preamble is not None:
         taken = PreambleEngine(package, manifest.preamble, manifest.lengths).apply(taken, adapters is not None)
     values = {name: on_host(feed) for name, feed in taken.items()}

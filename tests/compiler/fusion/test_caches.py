@@ -65,6 +65,11 @@ def analyzed(style: Style, folder: Path, batch: int = 1, new: int = 1, past: int
     return analyze(path, AskedShapes(shapes), 1, gains=ON_CPUS)
 
 
+def fused_caches(analysis: Analysis) -> list[str | None]:
+    """The operators of all attentions and caches."""
+    return [outcome.operator for outcome in analysis.outcomes if outcome.kind != "rows"]
+
+
 # Packages that several tests use.
 _made: dict[object, Path] = {}
 
@@ -81,7 +86,7 @@ def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu
 def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mapping[str, object]) -> Path:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     plan = plan_model(folder / "model.onnx", [devices], request)
-    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["GroupQueryAttention"] * style.layers
+    assert fused_caches(plan.analysis) == ["GroupQueryAttention"] * style.layers
     compile_model(plan, folder / "package", verify=False)
     return folder / "package"
 
@@ -104,15 +109,18 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
     made = analyzed(style, tmp_path)
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.GroupQueryAttention") == style.layers and "Softmax" not in names
-    assert [outcome.kind for outcome in made.outcomes] == ["cache"] * style.layers
+    assert [outcome.kind for outcome in made.outcomes if outcome.kind != "rows"] == ["cache"] * style.layers
     assert made.states and all(state.in_place and state.grows == 2 for state in made.states)
     (length,) = made.lengths
     assert sorted(length.states) == sorted(state.input for state in made.states)
     assert (length.adds, length.reads) == ((1, None) if style.one else (0, ("input_ids", 1)))
     own = onnx.load(tmp_path / "model.onnx").graph
-    for values, kept in ((made.graph.graph.inputs[:-1], own.input), (made.graph.graph.outputs, own.output)):
+    inputs = [value for value in made.graph.graph.inputs if value.name not in made.added]
+    declared = {} if made.chosen is None else made.chosen.declared
+    for values, kept in ((inputs, own.input), (made.graph.graph.outputs, own.output)):
+        known = {value.name: declared.get(value.name or "", value.shape) for value in values}
         shapes = {
-            value.name: [str(n) if isinstance(n, int) else n.value for n in value.shape or ()] for value in values
+            name: [str(n) if isinstance(n, int) else n.value for n in shape or ()] for name, shape in known.items()
         }
         assert shapes == {
             value.name: [d.dim_param or str(d.dim_value) for d in value.type.tensor_type.shape.dim] for value in kept
@@ -261,7 +269,7 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
-    assert {(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes} == {
+    assert {(outcome.kind, outcome.operator, outcome.why) for outcome in made.outcomes if outcome.kind != "rows"} == {
         ("attention", None, "a Slice is between its Softmax and the product with the values"),
         ("cache", None, "no attention reads it as keys or values"),
     }
@@ -298,13 +306,12 @@ def test_no_fuse_and_other_types_leave_it(tmp_path: Path, monkeypatch: pytest.Mo
     assert plan.analysis.outcomes == () and plan.analysis.lengths == ()
     shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 5).items()}
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=replace(ON_GPUS, caches=HALVES))
-    assert made.lengths == () and {outcome.kind for outcome in made.outcomes} == {"attention", "cache"}
-    assert not any(outcome.operator for outcome in made.outcomes)
+    assert made.lengths == () and {outcome.kind for outcome in made.outcomes} == {"attention", "cache", "rows"}
+    assert not any(fused_caches(made))
     types = frozenset({ir.DataType.FLOAT})
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=Gains(caches=types))
-    assert made.outcomes == tuple(
-        Outcome(outcome.place, "GroupQueryAttention", None, "cache") for outcome in made.outcomes
-    )
+    caches = tuple(outcome for outcome in made.outcomes if outcome.kind != "rows")
+    assert caches == tuple(Outcome(outcome.place, "GroupQueryAttention", None, "cache") for outcome in caches)
 
 
 def test_what_a_plan_leaves_to_the_caller_is_not_in_place(tmp_path: Path) -> None:
@@ -392,7 +399,7 @@ def test_a_fixed_number_of_tokens_after_others(tmp_path: Path) -> None:
             value.type.tensor_type.shape.dim[1].dim_value = 3
     onnx.save(model, tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
-    assert [outcome.operator for outcome in plan.analysis.outcomes] == ["GroupQueryAttention"] * style.layers
+    assert fused_caches(plan.analysis) == ["GroupQueryAttention"] * style.layers
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         for batch, past in ((1, 0), (2, 0), (2, 5)):

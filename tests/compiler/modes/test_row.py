@@ -52,7 +52,7 @@ def test_helpers_hold_slices_and_the_main_device_all_else(decoder: Path, three_r
     # q, k and v; o; gate and up; down
     assert manifest.collectives == 4 * DECODER.layers
     main, *helpers = manifest.ranks
-    assert len(main.inputs) == 3 + 2 * DECODER.layers + len(manifest.lengths)
+    assert len(main.inputs) == 3 + 2 * DECODER.layers + len(manifest.added)
     assert len(main.outputs) == 1 + 2 * DECODER.layers
     assert main.cache_bytes > 0
     sliced, whole = sum(each.split for each in plan.weights), sum(each.bytes for each in plan.weights)

@@ -1,0 +1,179 @@
+"""Adds an input that chooses the tokens whose logits are computed. To generate, those of the last one are enough.
+
+Exported decoders compute logits for all tokens of a prompt: for 512 tokens and 128,000 different ones that is 262 MB in
+single precision, and often a tenth of the work. The input has the indices of the tokens, as `logits_to_keep` of
+transformers' models, and a Gather before the last product selects their rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.room import exists_for_its_size
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import name_of, unused_name
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of, relate_axes
+from splitc.runtime.package.states import KeptRows, State
+
+# The name of the input; with primes behind it if the model has that name.
+NAME = "logits_to_keep"
+# Added to the probe size, so that the number of kept rows differs from other sizes.
+APART = 2003
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The manifest's `entry`, and the shapes of the model's outputs before they had the chosen rows only, by name."""
+
+    entry: KeptRows
+    declared: dict[str, ir.Shape | None]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where rows are selected: the product's `node`, the `number` of its input, and the axis of its rows there.
+
+    `after` are the values from the product's result to the output, each with the place of its axis of rows.
+    """
+
+    node: ir.Node
+    number: int
+    axis: int
+    after: tuple[tuple[ir.Value, int], ...]
+
+
+def keep_rows(
+    graph: Graph, editor: Editor, sizes: Sizes, states: Sequence[State]
+) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
+    """Let requests choose the rows of a decoder's logits. The graph is changed in place.
+
+    Logits are outputs with a row for each token, which a product with a weight makes wider than its input: a vocabulary
+    is larger than a hidden state. Also returns the place of each output that has such rows, and why they can't be
+    chosen (None if they can).
+    """
+    cuts: dict[ir.Value, _Cut] = {}
+    places: list[tuple[str, str | None]] = []
+    own = {name for state in states for name in (state.input, state.output)}
+    inputs = [value for value in graph.graph.inputs if value.name not in own and not exists_for_its_size(value)]
+    read: tuple[ir.Value, int] | None = None
+    for output in graph.graph.outputs if sizes.differ else []:
+        source = None if output.name in own else _tokens_of(output, inputs, sizes)
+        node = output.producer()
+        if source is None or node is None or (read is not None and source != read):
+            continue
+        try:
+            cut = _find_cut(graph, output, len(sizes.of(output) or ()) - 2, sizes)
+        except NotFusedError as error:
+            places.append((name_of(node), str(error)))
+            continue
+        if cut is not None:
+            cuts[output], read = cut, source
+            places.append((name_of(cut.node), None))
+    if read is None:
+        return None, places
+    declared = {output.name or "": output.shape for output in cuts}
+    tokens = sizes.axes(read[0])
+    assert tokens is not None, "the size of its axis was read"
+    rows, kept = _add_input(graph.graph, tokens[read[1]], sizes)
+    for cut in cuts.values():
+        _select(cut, rows, kept, editor, sizes)
+    outputs = {output.name or "": cut.after[0][1] for output, cut in cuts.items()}
+    return Chosen(KeptRows(rows.name or "", outputs, (read[0].name or "", read[1])), declared), places
+
+
+def _tokens_of(output: ir.Value, inputs: Sequence[ir.Value], sizes: Sizes) -> tuple[ir.Value, int] | None:
+    """The first input, and its axis, with the size of an output's rows; None if that is fixed, or no input has it.
+
+    The first axis of several is the batch.
+    """
+    rows = (sizes.axes(output) or ())[1:-1]
+    if not rows or rows[-1].fixed is not None:
+        return None
+    for value in inputs:
+        axes = sizes.axes(value) or ()
+        for place, axis in enumerate(axes):
+            if axis.size == rows[-1].size and (place or len(axes) == 1):
+                return value, place
+    return None
+
+
+def _find_cut(graph: Graph, output: ir.Value, axis: int, sizes: Sizes) -> _Cut | None:
+    """The last product with a weight before an output; None if there is none, or its result is no wider than its input.
+
+    Raises NotFusedError if rows are not computed independently.
+    """
+    value, after = output, list[tuple[ir.Value, int]]()
+    while (node := value.producer()) is not None:
+        if len(node.outputs) != 1 or (after and (len(value.uses()) != 1 or value.is_graph_output())):
+            raise NotFusedError("its rows are read by other nodes too")
+        after.append((value, axis))
+        number, axis = _source(node, axis, sizes)
+        source = node.inputs[number]
+        assert source is not None
+        others = (other for n, other in enumerate(node.inputs) if other is not None and n != number)
+        if operator_of(node).is_product and any(graph.is_constant(other) for other in others):
+            narrow, wide = (math.prod(size for size, _ in sizes.of(one) or ()) for one in (source, value))
+            return _Cut(node, number, axis, tuple(after)) if wide > narrow else None
+        value = source
+    return None
+
+
+def _source(node: ir.Node, axis: int, sizes: Sizes) -> tuple[int, int]:
+    """The input, and its axis, whose rows a node turns into the rows of its output, each by itself.
+
+    This is known if the axis could be sharded without communication. Raises NotFusedError if it can't.
+    """
+    shapes = [None if value is None else sizes.of(value) for value in (*node.inputs, *node.outputs)]
+    if any(shape is None for value, shape in zip((*node.inputs, *node.outputs), shapes, strict=True) if value):
+        raise NotFusedError("the sizes of a value that it is computed from are not known")
+    made = [None if shape is None else tuple(ax.new_axis(probe) for _, probe in shape) for shape in shapes]
+    operation = Operation(node, made[: len(node.inputs)], made[len(node.inputs) :], [None] * len(node.inputs))
+    relate_axes(operation)
+    rows = ax.leaves(operation.output()[axis])
+    read = (one for sizes_read in (*operation.sizes.values(), *operation.attributes.values()) for one in sizes_read)
+    needed = [leaf for one in (operation.contracted, operation.reduced, *read) for leaf in ax.leaves(one or ())]
+    sources = [
+        (number, place)
+        for number, axes in enumerate(operation.inputs)
+        for place, own in enumerate(axes or ())
+        if ax.leaves(own) == rows
+    ]
+    if len(sources) != 1 or len(rows) != 1 or rows[0].pinned or rows[0] in needed:
+        raise NotFusedError(f"{name_of(node)} does not compute its rows independently")
+    return sources[0]
+
+
+def _add_input(graph: ir.Graph, tokens: Axis, sizes: Sizes) -> tuple[ir.Value, Axis]:
+    """The input for the indices of rows, and its axis. Where sizes are planned, all rows are kept."""
+    name = unused_name(NAME, sizes.shapes)
+    rows = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.append(rows)
+    planned, probe = tokens.size
+    # onnx_ir parses symbols as expressions, which can't contain a prime.
+    kept = Axis((planned, probe + APART), ir.SymbolicDim(name.replace("'", "_")))
+    sizes.put(rows, [kept])
+    return rows, kept
+
+
+def _select(cut: _Cut, rows: ir.Value, kept: Axis, editor: Editor, sizes: Sizes) -> None:
+    """Select rows before a product, and set the sizes of all values after it."""
+    source = cut.node.inputs[cut.number]
+    assert source is not None
+    work = Writer(cut.node, cut.after[-1][0].name or "", (), editor, sizes)
+    own = list(work.axes(source))
+    own[cut.axis] = kept
+    cut.node.replace_input_with(cut.number, work.add("kept", "Gather", [source, rows], source, own, axis=cut.axis))
+    for value, place in cut.after:
+        after = list(work.axes(value))
+        after[place] = kept
+        sizes.put(value, after)

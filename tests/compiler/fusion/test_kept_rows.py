@@ -1,0 +1,135 @@
+"""Requests choose the tokens whose logits are computed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.errors import FeedError
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.requests.sequence import StateSequence
+from splitc.runtime.serving.stage_engines import find_stages, write_stage_file
+from tests.conftest import assert_close, run_whole
+from tests.helpers.feeds import decoder_feeds
+from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.written_decoder import without_states
+
+# What may stand between the last product and the logits, and why rows can't be chosen (None if they can).
+APART = "node_logits does not compute its rows independently"
+ENDS: dict[str, tuple[str, str | None]] = {
+    "a softcap": ("t = Tanh (product) logits = Mul (t, two)", None),
+    "log probabilities": ("logits = LogSoftmax <axis = -1> (product)", None),
+    "turned twice": ("t = Transpose <perm = [0, 2, 1]> (product) logits = Transpose <perm = [0, 2, 1]> (t)", None),
+    "a softmax over tokens": ("logits = Softmax <axis = 1> (product)", APART),
+    "another reader": ("s = ReduceMax (product) d = Tanh (product) logits = Mul (d, s)", "are read by other nodes"),
+    "a shape": ("s = Shape (ids) v = Shape <start = 2> (product) all = Concat <axis = 0> (s, v) "
+                "logits = Reshape (product, all)", APART),
+}  # fmt: skip
+
+
+def write(nodes: str, path: Path) -> None:
+    """Write a model with a state, whose logits come from a product by these nodes."""
+    model, random = (
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["" : 18]>
+            g (int64[batch, tokens] ids, float[batch, past, 8] old)
+                => (float[batch, tokens, 40] logits, float[batch, all, 8] new)
+            <float two = {{2}}> {{
+                hidden = Gather (table, ids)
+                new = Concat <axis = 1> (old, hidden)
+                product = MatMul (hidden, weight)
+                {nodes}
+            }}"""
+        ),
+        np.random.default_rng(0),
+    )
+    for weight, shape in (("table", (40, 8)), ("weight", (8, 40))):
+        array = random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
+    for node in model.graph.node:
+        node.name = f"node_{node.output[0]}"
+    onnx.save(model, path)
+
+
+GIVEN: dict[str, Any] = {"ids": np.arange(10).reshape(2, 5), "old": np.ones((2, 3, 8), np.float32)}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_may_follow_the_last_product(tmp_path: Path, name: str) -> None:
+    nodes, why = ENDS[name]
+    write(nodes, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer"))
+    (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "rows"]
+    assert (outcome.operator is None) == (why is not None) and (why or "") in (outcome.why or "")
+    compile_model(plan, tmp_path / "package")
+    expected = run_whole(tmp_path / "model.onnx", GIVEN)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(GIVEN), expected)
+        assert [tensor.name for tensor in session.optional] == ([] if why else ["logits_to_keep"])
+        if why is None:
+            chosen = session.run({**GIVEN, "logits_to_keep": np.array([4, 0])})
+            assert_close(chosen, {**expected, "logits": expected["logits"][:, [4, 0]]})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chosen_rows_are_those_of_the_whole_model(decoder: Path, mode: str) -> None:
+    """In requests of their own, and in sequences. Without a choice, all are computed."""
+    given = decoder_feeds(2, 4, 0)
+    expected = run_whole(decoder, given)
+    with Session(compile_mode(decoder, mode)) as session:
+        assert_close(session.run(given), expected, 2e-5)
+        for rows in ([3], [-1], [0, 2], [1, 1, 3, 0, 2]):
+            outputs = session.run({**given, "logits_to_keep": np.array(rows)})
+            assert_close(outputs, {**expected, "logits": expected["logits"][:, rows]}, 2e-5)
+        with session.start(16) as sequence:
+            outputs = sequence.run({**without_states(given), "logits_to_keep": np.array([3, 0])})
+            assert_close(outputs, {"logits": expected["logits"][:, [3, 0]]}, 2e-5)
+        for rows, wrong in (([4], 4), ([0, -5], -5)):
+            with pytest.raises(FeedError, match=f"'logits_to_keep' has the token {wrong}, and the request has 4"):
+                session.run({**given, "logits_to_keep": np.array(rows)})
+
+
+def test_generate_computes_the_last_tokens_logits(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    run = StateSequence.run
+
+    def recorded(self: StateSequence, feeds: Any) -> Any:
+        outputs = run(self, feeds)
+        computed.append(outputs["logits"].shape[1])
+        return outputs
+
+    monkeypatch.setattr(StateSequence, "run", recorded)
+    tokens = [3, 14, 15, 92, 65]
+    with Session(compile_mode(decoder, "tensor")) as session:
+        made = list(session.generate(tokens, max_new_tokens=4, prompt_chunk=3))
+    assert computed == [1] * 5, "of two parts of the prompt, and of three tokens"
+    for _ in range(4):
+        feeds = decoder_feeds(1, len(tokens), 0)
+        feeds["input_ids"] = np.array([tokens])
+        tokens = [*tokens, int(run_whole(decoder, feeds)["logits"][0, -1].argmax())]
+    assert made == tokens[5:]
+
+
+def test_other_programs_get_engines_that_compute_all(tmp_path: Path) -> None:
+    write(ENDS["a softcap"][0], tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
+    manifest, values = read_manifest(tmp_path / "package"), dict(GIVEN)
+    shutil.copytree(tmp_path / "package", tmp_path / "exported")
+    for stage in find_stages(manifest, "a server"):
+        (tmp_path / "exported" / stage.path).unlink()
+        write_stage_file(manifest, tmp_path / "package" / stage.path, tmp_path / "exported" / stage.path)
+        session = ort.InferenceSession(str(tmp_path / "exported" / stage.path), providers=["CPUExecutionProvider"])
+        assert {value.name for value in session.get_inputs()} == set(stage.inputs)
+        outputs = session.run(stage.outputs, {name: values[name] for name in stage.inputs})
+        values.update(zip(stage.outputs, outputs, strict=True))
+    expected = run_whole(tmp_path / "model.onnx", GIVEN)
+    assert_close({name: values[name] for name in expected}, expected)
