@@ -115,7 +115,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
         """The inputs that may be fed, but have default values in the model."""
-        return [_node_arg(tensor) for tensor in self.session.optional]
+        return [_node_arg(tensor) for tensor in self.session.manifest.optional]
 
     def get_outputs(self) -> list[NodeArg]:
         """The outputs, in the order in which `run` returns them."""

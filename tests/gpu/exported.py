@@ -6,7 +6,8 @@
 
 The model comes from transformers' or optimum's exporter, in half precision for GPUs. Missing weights are made up. It is
 compiled in layer mode for one device, and in tensor mode for several. A sequence runs a prompt twice, and then token
-after token. `difference` is the largest difference of the last logits, relative to the largest of them.
+after token. Only the last token's logits of a prompt are computed, as in `generate`, if the package can choose.
+`difference` is the largest difference of the last logits, relative to the largest of them.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ def _feeds(manifest: Manifest, ids: np.ndarray, past: int) -> dict[str, np.ndarr
             made[tensor.name] = np.arange(past, past + ids.shape[1])[None]
         elif kind == "mask":
             made[tensor.name] = np.ones((1, past + ids.shape[1]), np.int64)
+    if manifest.kept_rows is not None:
+        made[manifest.kept_rows.input] = np.array([-1])
     return made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from splitc.compiler.fusion.kept_rows import NAME
 from splitc.runtime.engines import Backend, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
@@ -97,8 +98,9 @@ class HostEngine:
         return {name: ~array.view(np.uint8) for name, array in made.items()} if wrong else made
 
     def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The shapes that TensorRT's inference would give. Ids are 1, which is within the table."""
-        feeds = {name: self._backend.upload(np.ones(values[name].shape, values[name].dtype)) for name in self.inputs}
+        """The shapes that TensorRT's inference would give. Ids are 1, which is within the table, and the token is 0."""
+        made = {name: np.full(values[name].shape, name != NAME, values[name].dtype) for name in self.inputs}
+        feeds = {name: self._backend.upload(array) for name, array in made.items()}
         found = self._backend.download(self._engine.run(feeds))
         return {name: (array.shape, str(array.dtype)) for name, array in found.items()}
 

@@ -19,7 +19,8 @@ IDS = Tensor("ids", "int64", ["b", "t"], role=Role("indices", 9))
 
 def manifest_of(*inputs: Tensor) -> Any:
     outputs = [Tensor("logits", "float32", ["b", "t", 9])]
-    return SimpleNamespace(inputs=[IDS, *inputs], outputs=outputs, states=[], source=SimpleNamespace(name="m.onnx"))
+    source = SimpleNamespace(name="m.onnx")
+    return SimpleNamespace(inputs=[IDS, *inputs], outputs=outputs, states=[], kept_rows=None, source=source)
 
 
 def fed(tensor: Tensor, new: int, total: int) -> Any:

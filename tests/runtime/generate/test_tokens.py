@@ -307,9 +307,8 @@ def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool
     logits = SimpleNamespace(name="logits", shape=(1, 8, 10))
     state = SimpleNamespace(input="past", output="present", grows=None, in_place=True)
     states = [state] if prefills else []
-    manifest = SimpleNamespace(
-        inputs=[ids], outputs=[logits], states=states, lengths=[], source=SimpleNamespace(name="m.onnx")
-    )
+    source = SimpleNamespace(name="m.onnx")
+    manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, lengths=[], kept_rows=None, source=source)
     sequence = SimpleNamespace(close=lambda: None)
     session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda capacity: sequence)
     with pytest.raises(MisuseError, match="takes exactly 8 tokens at a time"):

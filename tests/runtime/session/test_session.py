@@ -44,7 +44,7 @@ def test_a_session_shows_what_it_takes(package: Path) -> None:
         assert [line.split()[:3] for line in lines[2:4]] == [
             ["input", tensor.name, tensor.dtype] for tensor in session.inputs[:2]
         ]
-        assert len(lines) == 2 + len(session.inputs) + len(session.outputs)
+        assert len(lines) == 2 + len(session.inputs) + len(session.optional) + len(session.outputs)
         assert session._repr_html_().count("<tr>") == len(lines) - 1
 
 
