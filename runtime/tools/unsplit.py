@@ -25,6 +25,7 @@ from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.package.unfolded import unfolded
+from splitc.runtime.requests.kept_rows import chosen_rows
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights, with_products
 from splitc.runtime.units import format_bytes
@@ -90,13 +91,19 @@ def open_reference(
             device, why = CPU, f"{device} can't run it: {error}"
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
 
+        def given(feeds: Arrays) -> Arrays:
+            return {**all_feeds(manifest, feeds), **settings}
+
+        def chosen(outputs: Arrays, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+            return chosen_rows(manifest.kept_rows, outputs, feeds)
+
         yield Reference(
             device,
             why,
-            lambda feeds: run({**all_feeds(manifest, feeds), **settings}),
-            lambda feeds: _run_unoptimized(model, {**all_feeds(manifest, feeds), **settings}, trusts_data),
-            lambda feeds: _run_nudged(model, {**all_feeds(manifest, feeds), **settings}, run, device),
-            lambda feeds: _overflowing(model, {**all_feeds(manifest, feeds), **settings}),
+            lambda feeds: chosen(run(given(feeds)), feeds),
+            lambda feeds: chosen(_run_unoptimized(model, given(feeds), trusts_data), feeds),
+            lambda feeds: (chosen(made, feeds) for made in _run_nudged(model, given(feeds), run, device)),
+            lambda feeds: _overflowing(model, given(feeds)),
         )
 
 

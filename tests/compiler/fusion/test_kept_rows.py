@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.serving.stage_engines import find_stages, write_stage_file
-from tests.conftest import assert_close, run_whole
+from tests.conftest import DECODER, assert_close, run_whole
+from tests.helpers.command import splitc
 from tests.helpers.feeds import decoder_feeds
 from tests.helpers.packages import MODES, compile_mode
 from tests.helpers.written_decoder import without_states
@@ -96,6 +98,13 @@ def test_chosen_rows_are_those_of_the_whole_model(decoder: Path, mode: str) -> N
         for rows, wrong in (([4], 4), ([0, -5], -5)):
             with pytest.raises(FeedError, match=f"'logits_to_keep' has the token {wrong}, and the request has 4"):
                 session.run({**given, "logits_to_keep": np.array(rows)})
+
+
+def test_check_compares_the_chosen_rows(decoder: Path, tmp_path: Path) -> None:
+    package, given = compile_mode(decoder, "tensor"), {**decoder_feeds(2, 4, 0), "logits_to_keep": np.array([1, -1])}
+    np.savez(tmp_path / "feeds.npz", **given)
+    checked = json.loads(splitc("check", package, decoder, "--inputs", tmp_path / "feeds.npz", "--json").stdout)
+    assert [output["passed"] for output in checked["outputs"]] == [True] * (1 + 2 * DECODER.layers)
 
 
 def test_generate_computes_the_last_tokens_logits(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
