@@ -255,7 +255,7 @@ def compile_command(
     weights: str = typer.Option(
         "copy",
         "--weights",
-        help="copy: into the package. link: hard links to the model's data files, nothing copied.",
+        help="copy: into the package. link: hard links to the model's data files; copies of shards that are not contiguous.",
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
