@@ -255,7 +255,8 @@ def compile_command(
     weights: str = typer.Option(
         "copy",
         "--weights",
-        help="copy: into the package. link: hard links to the model's data files; copies of shards that are not contiguous.",
+        help="copy: into the package. link: hard links to the model's data files, and copies of shards that are not "
+        "contiguous there.",
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
