@@ -255,8 +255,7 @@ def compile_command(
     weights: str = typer.Option(
         "copy",
         "--weights",
-        help="copy: into the package. link: hard links to the model's data files, and copies of shards that are not "
-        "contiguous there.",
+        help="copy: into the package. link: hard links to the model's data, where that fits.",
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(

@@ -24,7 +24,7 @@ from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, un
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
-from splitc.compiler.fusion.kept_rows import Chosen, keep_rows
+from splitc.compiler.fusion.kept_rows import Chosen, find_tokens, keep_rows
 from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import find_latent, write_latent
@@ -108,16 +108,15 @@ def fuse(
     lengths = work.lengths.entries() if work.caches else ()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    preamble, chosen = None, None
+    preamble = None
     if any(outcome.operator for outcome in outcomes):
         work.join_views()
         complete(graph.model)
         if lengths and gains.has_room:
             preamble, outcome = work.preamble(roles, lengths[0].input)
             outcomes.append(outcome)
-    if states:
-        chosen, places = work.keep_rows()
-        outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
+    chosen, places = work.keep_rows()
+    outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
     if not any(outcome.operator for outcome in outcomes):
         return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
@@ -197,7 +196,8 @@ class _Work:
     def keep_rows(self) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
         """As `kept_rows.keep_rows`."""
         graph = replace(self.graph, reads=complete(self.graph.model))
-        return keep_rows(graph, self.editor, self._sizes, self.states)
+        tokens = find_tokens(graph, self.states)
+        return keep_rows(graph, self.editor, self._sizes, self.states, tokens) if tokens.inputs else (None, [])
 
     def preamble(self, roles: Mapping[str, Role], place: str) -> tuple[Preamble | None, Outcome]:
         """Cut off the graph that the session computes before the ranks. None if that is impossible."""

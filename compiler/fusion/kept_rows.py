@@ -1,7 +1,7 @@
 """Adds an input that chooses the tokens whose logits are computed. To generate, those of the last one are enough.
 
-Exported decoders compute logits for all tokens of a prompt: for 512 tokens and 128,000 different ones that is 262 MB in
-single precision, and often a tenth of the work. The input has the indices of the tokens, as `logits_to_keep` of
+Exported decoders compute the logits of all tokens of a prompt: for 512 tokens and 128,000 columns that is 262 MB
+in single precision, and often a tenth of the work. The input has the indices of the tokens, as `logits_to_keep` of
 transformers' models, and a Gather before the last product selects their rows.
 """
 
@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.room import exists_for_its_size
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
@@ -52,27 +53,51 @@ class _Cut:
     after: tuple[tuple[ir.Value, int], ...]
 
 
-def keep_rows(
-    graph: Graph, editor: Editor, sizes: Sizes, states: Sequence[State]
-) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
-    """Let requests choose the rows of a decoder's logits. The graph is changed in place.
+@dataclass(frozen=True)
+class Tokens:
+    """The `inputs` that may have an axis of tokens, and the `columns` that logits may have; any if it is None."""
 
-    Logits are outputs with a row for each token, which a product with a weight makes wider than its input: a vocabulary
-    is larger than a hidden state. Also returns the place of each output that has such rows, and why they can't be
-    chosen (None if they can).
+    inputs: Sequence[ir.Value]
+    columns: frozenset[int] | None = None
+
+    def may_be_logits(self, output: ir.Value, size: int) -> bool:
+        """Whether an output with this many columns may be logits."""
+        return self.columns is None or size in self.columns or "logits" in (output.name or "").lower()
+
+
+def find_tokens(graph: Graph, states: Sequence[State]) -> Tokens:
+    """The tokens of a language model.
+
+    With states, all other inputs may have them. Without, the model takes ids, and its logits have a column for each row
+    of the table of ids, or are named so: other wide outputs may be the caches of a model that reads a prompt.
+    """
+    own = {state.input for state in states}
+    if states:
+        return Tokens([v for v in graph.graph.inputs if v.name not in own and not exists_for_its_size(v)])
+    ids = {value: role.rows for value, role in find_roles(graph).items() if role.kind == "indices"}
+    return Tokens(list(ids), frozenset(ids.values()))
+
+
+def keep_rows(
+    graph: Graph, editor: Editor, sizes: Sizes, states: Sequence[State], tokens: Tokens
+) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
+    """Let requests choose the rows of a language model's logits. The graph is changed in place.
+
+    Logits are outputs of three axes with a row for each token, which a product with a weight makes wider than its
+    input: a vocabulary is larger than a hidden state. Also returns the place of each output that has such rows, and why
+    they can't be chosen (None if they can).
     """
     cuts: dict[ir.Value, _Cut] = {}
     places: list[tuple[str, str | None]] = []
-    own = {name for state in states for name in (state.input, state.output)}
-    inputs = [value for value in graph.graph.inputs if value.name not in own and not exists_for_its_size(value)]
+    own = {state.output for state in states}
     read: tuple[ir.Value, int] | None = None
     for output in graph.graph.outputs if sizes.differ else []:
-        source = None if output.name in own else _tokens_of(output, inputs, sizes)
+        source = None if output.name in own else _tokens_of(output, tokens, sizes)
         node = output.producer()
         if source is None or node is None or (read is not None and source != read):
             continue
         try:
-            cut = _find_cut(graph, output, len(sizes.of(output) or ()) - 2, sizes)
+            cut = _find_cut(graph, output, sizes)
         except NotFusedError as error:
             places.append((name_of(node), str(error)))
             continue
@@ -82,37 +107,37 @@ def keep_rows(
     if read is None:
         return None, places
     declared = {output.name or "": output.shape for output in cuts}
-    tokens = sizes.axes(read[0])
-    assert tokens is not None, "the size of its axis was read"
-    rows, kept = _add_input(graph.graph, tokens[read[1]], sizes)
+    axes = sizes.axes(read[0])
+    assert axes is not None, "the size of its axis was read"
+    rows, kept = _add_input(graph.graph, axes[read[1]], sizes)
     for cut in cuts.values():
         _select(cut, rows, kept, editor, sizes)
     outputs = {output.name or "": cut.after[0][1] for output, cut in cuts.items()}
     return Chosen(KeptRows(rows.name or "", outputs, (read[0].name or "", read[1])), declared), places
 
 
-def _tokens_of(output: ir.Value, inputs: Sequence[ir.Value], sizes: Sizes) -> tuple[ir.Value, int] | None:
-    """The first input, and its axis, with the size of an output's rows; None if that is fixed, or no input has it.
+def _tokens_of(output: ir.Value, tokens: Tokens, sizes: Sizes) -> tuple[ir.Value, int] | None:
+    """The first input, and its axis, with the size of the rows of an output that may be logits; None if there is none.
 
     The first axis of several is the batch.
     """
-    rows = (sizes.axes(output) or ())[1:-1]
-    if not rows or rows[-1].fixed is not None:
+    own = sizes.axes(output) or ()
+    if len(own) != 3 or own[1].fixed is not None or not tokens.may_be_logits(output, own[2].size[0]):
         return None
-    for value in inputs:
+    for value in tokens.inputs:
         axes = sizes.axes(value) or ()
         for place, axis in enumerate(axes):
-            if axis.size == rows[-1].size and (place or len(axes) == 1):
+            if axis.size == own[1].size and (place or len(axes) == 1):
                 return value, place
     return None
 
 
-def _find_cut(graph: Graph, output: ir.Value, axis: int, sizes: Sizes) -> _Cut | None:
+def _find_cut(graph: Graph, output: ir.Value, sizes: Sizes) -> _Cut | None:
     """The last product with a weight before an output; None if there is none, or its result is no wider than its input.
 
     Raises NotFusedError if rows are not computed independently.
     """
-    value, after = output, list[tuple[ir.Value, int]]()
+    value, axis, after = output, 1, list[tuple[ir.Value, int]]()
     while (node := value.producer()) is not None:
         if len(node.outputs) != 1 or (after and (len(value.uses()) != 1 or value.is_graph_output())):
             raise NotFusedError("its rows are read by other nodes too")

@@ -128,6 +128,37 @@ def test_generate_computes_the_last_tokens_logits(decoder: Path, monkeypatch: py
     assert made == tokens[5:]
 
 
+@pytest.mark.parametrize(("columns", "name", "chosen"), [(40, "y", True), (30, "y", False), (30, "Logits.1", True)])
+def test_models_without_states_are_known_by_their_vocabulary(
+    tmp_path: Path, columns: int, name: str, chosen: bool
+) -> None:
+    """A wide output may also be the cache of a model that reads a prompt."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (int64[batch, tokens] ids) => (float[batch, tokens, {columns}] "{name}", float[batch, tokens, 20] cache)
+        {{
+            hidden = Gather (table, ids)
+            cache = MatMul (hidden, keys)
+            "{name}" = MatMul (hidden, weight)
+        }}"""
+    )
+    random = np.random.default_rng(0)
+    for weight, shape in (("table", (40, 8)), ("keys", (8, 20)), ("weight", (8, columns))):
+        array = random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
+    onnx.save(model, tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor")), tmp_path / "package")
+    kept = read_manifest(tmp_path / "package").kept_rows
+    assert (None if kept is None else kept.outputs) == ({name: 1} if chosen else None)
+    given = {"ids": np.arange(8).reshape(2, 4)}
+    expected = run_whole(tmp_path / "model.onnx", given)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(given), expected)
+        if chosen:
+            outputs = session.run({**given, "logits_to_keep": np.array([2])})
+            assert_close(outputs, {**expected, name: expected[name][:, [2]]})
+
+
 def test_other_programs_get_engines_that_compute_all(tmp_path: Path) -> None:
     write(ENDS["a softcap"][0], tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
