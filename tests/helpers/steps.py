@@ -42,7 +42,7 @@ class Step:
     outputs: Arrays
     padded: int = 0
     chosen: Mapping[str, int] = field(default_factory=dict)
-    rows: Array | None = None
+    rows: Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def difference(self, number_type: str, expected: Mapping[str, Array], actual: Mapping[str, Array]) -> Differences:
         """Compare outputs, without those of padding and those that the package does not have."""

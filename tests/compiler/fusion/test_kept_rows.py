@@ -101,7 +101,8 @@ def test_chosen_rows_are_those_of_the_whole_model(decoder: Path, mode: str) -> N
 
 
 def test_check_compares_the_chosen_rows(decoder: Path, tmp_path: Path) -> None:
-    package, given = compile_mode(decoder, "tensor"), {**decoder_feeds(2, 4, 0), "logits_to_keep": np.array([1, -1])}
+    package = compile_mode(decoder, "tensor")
+    given: dict[str, Any] = {**decoder_feeds(2, 4, 0), "logits_to_keep": np.array([1, -1])}
     np.savez(tmp_path / "feeds.npz", **given)
     checked = json.loads(splitc("check", package, decoder, "--inputs", tmp_path / "feeds.npz", "--json").stdout)
     assert [output["passed"] for output in checked["outputs"]] == [True] * (1 + 2 * DECODER.layers)
