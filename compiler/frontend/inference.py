@@ -29,6 +29,7 @@ from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.registry import REGISTRY
+from splitc.compiler.operators.row_groups import find_row_groups
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +284,24 @@ def _of_given_sizes(rule: Rule) -> Rule:
     return infer
 
 
-CORRECTED = {("", "Slice"): _not_beyond, ("", "If"): _of_both_branches, ("", "Split"): _of_given_sizes}
+def _of_grouped_rows(rule: Rule) -> Rule:
+    """The rule of Concat, corrected: products of grouped rows have as many rows as there are."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        made, groups = node.outputs[0], find_row_groups(node)
+        if groups is not None and groups.rows.shape is not None and made.shape is not None:
+            made.shape = ir.Shape([groups.rows.shape[0], *list(made.shape)[1:]])
+
+    return infer
+
+
+CORRECTED = {
+    ("", "Slice"): _not_beyond,
+    ("", "If"): _of_both_branches,
+    ("", "Split"): _of_given_sizes,
+    ("", "Concat"): _of_grouped_rows,
+}
 
 
 def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:

@@ -6,13 +6,14 @@ Runtime 1.31: what is computed from sizes alone stays on the CPU, and so does a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.lowering.few_rows import FEW_ROWS
 from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs
 from splitc.compiler.operators.registry import operator_of
 
@@ -84,13 +85,14 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
 def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
     """The reason why ONNX Runtime will not capture the graph on a GPU, naming a node; "" if it will.
 
-    `around` is as for `place_values`. A request whose sizes are known takes one branch where sizes alone decide.
+    `around` is as for `place_values`. A request whose sizes are known takes one branch where sizes alone decide. If it
+    has many rows of a mixture of experts (few_rows.py), it is not captured.
     """
     placement = place_values(graph, around)
     for node in graph:
         if _decides_by_data(node, placement):
             return f"{_title(node)} is control flow"
-        for branch in subgraphs(node):
+        for branch in _captured(node):
             if why := why_not_captured(branch, placement.sizes):
                 return why
         if not runs_on_gpu(node):
@@ -105,6 +107,12 @@ def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
     for read in placement.fed:
         return f"{_title(read.node)} takes the input '{read.value.name}' on the CPU"
     return ""
+
+
+def _captured(node: ir.Node) -> Iterable[ir.Graph]:
+    """The graphs inside a node that a captured request may run."""
+    few = node.metadata_props.get(FEW_ROWS)
+    return subgraphs(node) if few is None else [node.attributes[few].as_graph()]
 
 
 def decides_by_data(graph: ir.Graph) -> bool:

@@ -9,6 +9,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
+from splitc.compiler.operators.row_groups import copied_matrices
 
 # An end beyond any axis.
 WHOLE = 2**31 - 1
@@ -230,7 +231,15 @@ OPERATORS = (
     Operator("Expand", expand, shape_arithmetic=True, expands=True, rearranges=True),
     Operator("Tile", tile, shape_arithmetic=True, expands=True, rearranges=True),
     Operator("ConstantOfShape", constant_of_shape, shape_arithmetic=True, expands=True),
-    Operator("Concat", concat, shape_arithmetic=True, passes_sizes=True, rearranges=True),
+    Operator(
+        "Concat",
+        concat,
+        shape_arithmetic=True,
+        passes_sizes=True,
+        rearranges=True,
+        half_scratch=copied_matrices,
+        single_scratch=copied_matrices,
+    ),
     Operator("Split", split, shape_arithmetic=True, rearranges=True, sizes_are_offsets=True),
     Operator(
         "Slice",

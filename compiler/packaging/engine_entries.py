@@ -11,6 +11,7 @@ from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
+from splitc.compiler.lowering.few_rows import inside_copied
 from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
 from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
@@ -30,11 +31,14 @@ OWN_SHARE = 0.01
 PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 
 
-def engine_entry(path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str]) -> m.EngineFile:
+def engine_entry(
+    path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str], on_gpu: bool
+) -> m.EngineFile:
     """The entry of the graph's file, at this path in the package, without what `written_entry` says.
 
     - `group`: the ranks of the graph's collectives, if it has any.
     - `uncertain`: the model's values whose sizes depend on data.
+    - `on_gpu`: ONNX Runtime runs it on a GPU.
     """
     return m.EngineFile(
         path,
@@ -43,7 +47,7 @@ def engine_entry(path: str, graph: ir.Graph, group: Sequence[int], uncertain: Co
         _sizes_only(graph),
         group=list(group) if any(map(communicates, graph)) else [],
         convolves=any(map(convolves, graph.all_nodes())),
-        data_sizes=_has_data_sizes(graph, uncertain),
+        data_sizes=_has_data_sizes(graph, uncertain, on_gpu),
         fused=_fused(graph),
     )
 
@@ -90,9 +94,13 @@ def _fused(graph: ir.Graph) -> list[Fused]:
     return [kernel_of(ir.to_proto(node)) for node in nodes.values()]
 
 
-def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
-    """Whether the graph computes any of the model's values whose sizes depend on data."""
-    computed = (value for node in graph.all_nodes() for value in node.outputs)
+def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str], on_gpu: bool) -> bool:
+    """Whether the graph computes any of the model's values whose sizes depend on data.
+
+    On GPUs, those inside products of grouped rows do not count: a captured request has none (lowering/few_rows.py).
+    """
+    inside = inside_copied(graph) if on_gpu else set()
+    computed = (value for node in graph.all_nodes() for value in node.outputs if value not in inside)
     return any(described(value).name in uncertain for value in computed)
 
 

@@ -226,7 +226,7 @@ def _write_rank(
     # Entries come first, since writing a graph changes its weights.
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
-        engine_entry(f"{folder.name}/{path.name}", graph, program.group, uncertain)
+        engine_entry(f"{folder.name}/{path.name}", graph, program.group, uncertain, on_gpu)
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
     plain = _without_slots(plan, program.graphs)

@@ -166,7 +166,9 @@ class _Flow:
         node = operation.node
         output = node.outputs[0]
         sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
-        grows = self.size(output) > sum(sizes) and not self._meets_partial(output)
+        # A Concat of partial values is as large as they are, though sizes that depend on data seem smaller.
+        joins_all = node.op_type == "Concat" and len(incoming) == len(node.inputs)
+        grows = self.size(output) > sum(sizes) and not joins_all and not self._meets_partial(output)
         if grows or any(chosen_atoms(axes, self.chosen) for axes in operation.outputs):
             return None
         if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:

@@ -11,6 +11,7 @@ from rich.text import Text
 from splitc.compiler.analysis.blocks import Placed
 from splitc.compiler.frontend.merged_weights import Merged
 from splitc.compiler.fusion.fuse import Outcome
+from splitc.compiler.lowering.few_rows import inside_copied
 from splitc.compiler.lowering.gpu_sizes import convolves, why_not_replayed
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
@@ -158,9 +159,9 @@ def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:
 
 def _why_not_replayed(plan: Plan) -> str:
     analysis = plan.analysis
-    if analysis.costs.bound.uncertain:
-        return "sizes depend on data"
     graph = analysis.graph
+    if analysis.costs.bound.uncertain.difference(value.name or "" for value in inside_copied(graph.graph)):
+        return "sizes depend on data"
     inside = has_collectives(plan.engine, [rank.device for rank in plan.ranks])
     if any(plan.split.more_sessions(rank, inside) for rank in plan.ranks) and any(map(convolves, graph.nodes)):
         return f"the model {UNLOADED}"

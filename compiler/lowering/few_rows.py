@@ -1,0 +1,99 @@
+"""Lets mixtures of experts have sizes that do not depend on data, in engines for GPUs, where a request has few rows.
+
+Each expert's rows are multiplied by themselves in a graph that PyTorch's exporters write (operators/row_groups.py).
+How many there are is read on the CPU for each expert, so the graph can't be captured, and a token of 128 experts takes
+hundreds of kernels a layer. If there are few rows, as for a token, an If on sizes copies the matrix of each row's
+expert instead, and multiplies all rows at once. More rows, as of a prompt, take the other branch, as the model has it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
+from splitc.compiler.operators.row_groups import RowGroups, find_row_groups, matrices_shape, most_copied
+
+# The first opset in which all of the operators exist as they are used here.
+OPSET = 13
+# This key of an If's metadata says that requests which take its other branch can't be captured.
+FEW_ROWS = "splitc.few_rows"
+
+
+def copy_matrices_of_few_rows(graph: ir.Graph) -> bool:
+    """Put such an If in place of each product of grouped rows. Returns whether there are any."""
+    editor, chosen = Editor(graph), find_copied(graph)
+    for node, (groups, most) in chosen.items():
+        _choose(node, groups, most, editor)
+    if chosen:
+        remove_unused(graph)
+    return bool(chosen)
+
+
+def find_copied(graph: ir.Graph) -> dict[ir.Node, tuple[RowGroups, int]]:
+    """The products of grouped rows that an If replaces, and for how many rows at most it copies matrices."""
+    chosen: dict[ir.Node, tuple[RowGroups, int]] = {}
+    for node in graph if graph.opset_imports.get("", 1) >= OPSET else ():
+        groups = find_row_groups(node)
+        shape = None if groups is None else matrices_shape(groups)
+        dtype = described(node.outputs[0]).dtype
+        if groups is not None and shape is not None and dtype is not None:
+            most = most_copied(shape[1] * shape[2], dtype.bitwidth)
+            if most:
+                chosen[node] = groups, most
+    return chosen
+
+
+def inside_copied(graph: ir.Graph) -> set[ir.Value]:
+    """The values that only the branch for many rows computes, once such Ifs are in place. Captured requests have none.
+
+    Among them are all whose sizes depend on how many rows a group has.
+    """
+    return {value for groups, _ in find_copied(graph).values() for node in groups.nodes for value in node.outputs}
+
+
+def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None:
+    """Replace a product of grouped rows by an If, which copies matrices for up to this many rows."""
+    name = node.outputs[0].name or ""
+    outside, few, many = (Nodes(f"{name}/{part}", editor) for part in ("size", "few_rows", "many_rows"))
+    size = outside.sizes("Gather", outside.sizes("Shape", groups.rows, count=2), editor.numbers(0))
+    count = outside.one("Squeeze", size, editor.numbers(0))
+    count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+    is_few = outside.one("Less", count, editor.constant(np.array(most + 1, np.int64)))
+    branches = {
+        "then_branch": few.graph([_copying(groups, count, few)], node.outputs),
+        "else_branch": many.graph([_as_written(groups, many)], node.outputs),
+    }
+    made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
+    made.metadata_props[FEW_ROWS] = "then_branch"
+    put_in_place(node, [*outside.made, made], made.outputs, editor.graph)
+
+
+def _copying(groups: RowGroups, count: ir.Value, b: Nodes) -> ir.Value:
+    """The products of rows with copies of their groups' matrices, [rows, columns]. `count` is the number of rows."""
+    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+    first, last = b.editor.numbers(0), b.editor.numbers(-1)
+    numbers = b.shaped(b.one("Range", none, count, one), -1, 1)
+    # A row's group is the number of groups that end before it. All rows beyond the last but one are the last one's.
+    ends = b.cut(groups.ends, 0, first, last)
+    before = b.one("Cast", b.one("Not", b.one("Less", numbers, ends)), to=ir.DataType.FLOAT)
+    own = b.one("Cast", b.one("ReduceSum", before, b.editor.numbers(1), keepdims=0), to=ir.DataType.INT64)
+    rows = b.one("Unsqueeze", groups.rows, b.editor.numbers(1))
+    made = b.one("Squeeze", b.one("MatMul", rows, b.one("Gather", groups.matrices, own)), b.editor.numbers(1))
+    return made if groups.biases is None else b.one("Add", made, b.one("Gather", groups.biases, own))
+
+
+def _as_written(groups: RowGroups, b: Nodes) -> ir.Value:
+    """The products of each group's rows, as in the model."""
+    copies: dict[ir.Value | None, ir.Value] = {}
+    made: ir.Value | None = None
+    for node in groups.nodes:
+        inputs = [copies.get(value, value) for value in node.inputs]
+        new = b.add(node.op_type, inputs, len(node.outputs), attributes=node.attributes.values())
+        copies.update(zip(node.outputs, new, strict=True))
+        made = new[0]
+    assert made is not None, "a Concat is among the nodes"
+    return made
