@@ -63,9 +63,12 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     count = outside.one("Squeeze", size, editor.numbers(0))
     count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
     is_few = outside.one("Less", count, editor.constant(np.array(most + 1, np.int64)))
+    # ONNX Runtime would fold a Split of weights inside a branch, and hold a copy of all matrices in each session.
+    one = outside.sizes("Clip", size, *[editor.constant(np.array(1, np.int64))] * 2)
+    ones = outside.sizes("Expand", one, editor.numbers(len(node.inputs)), count=len(node.inputs))
     branches = {
         "then_branch": few.graph([_copying(groups, count, few)], node.outputs),
-        "else_branch": many.graph([_as_written(groups, many)], node.outputs),
+        "else_branch": many.graph([_as_written(groups, ones, many)], node.outputs),
     }
     made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
     made.metadata_props[FEW_ROWS] = "then_branch"
@@ -86,13 +89,16 @@ def _copying(groups: RowGroups, count: ir.Value, b: Nodes) -> ir.Value:
     return made if groups.biases is None else b.one("Add", made, b.one("Gather", groups.biases, own))
 
 
-def _as_written(groups: RowGroups, b: Nodes) -> ir.Value:
-    """The products of each group's rows, as in the model."""
+def _as_written(groups: RowGroups, ones: ir.Value, b: Nodes) -> ir.Value:
+    """The products of each group's rows, as in the model. `ones` are the lengths of parts of stacked matrices."""
     copies: dict[ir.Value | None, ir.Value] = {}
     made: ir.Value | None = None
     for node in groups.nodes:
-        inputs = [copies.get(value, value) for value in node.inputs]
-        new = b.add(node.op_type, inputs, len(node.outputs), attributes=node.attributes.values())
+        inputs, attributes = [copies.get(value, value) for value in node.inputs], list(node.attributes.values())
+        if node.op_type == "Split":
+            inputs.append(ones)
+            attributes = [attribute for attribute in attributes if attribute.name != "num_outputs"]
+        new = b.add(node.op_type, inputs, len(node.outputs), attributes=attributes)
         copies.update(zip(node.outputs, new, strict=True))
         made = new[0]
     assert made is not None, "a Concat is among the nodes"
