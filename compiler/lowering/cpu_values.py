@@ -111,7 +111,7 @@ def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
 
 def _captured(node: ir.Node) -> Iterable[ir.Graph]:
     """The graphs inside a node that a captured request may run."""
-    few = node.metadata_props.get(FEW_ROWS)
+    few = node.meta.get(FEW_ROWS)
     return subgraphs(node) if few is None else [node.attributes[few].as_graph()]
 
 

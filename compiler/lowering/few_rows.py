@@ -19,7 +19,8 @@ from splitc.compiler.operators.row_groups import RowGroups, find_row_groups, mat
 
 # The first opset in which all of the operators exist as they are used here.
 OPSET = 13
-# This key of an If's metadata says that requests which take its other branch can't be captured.
+# This key of an If's `meta` has the branch for few rows: a request that takes the other can't be captured. Nodes
+# of that branch have the key too.
 FEW_ROWS = "splitc.few_rows"
 
 
@@ -71,7 +72,7 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
         "else_branch": many.graph([_as_written(groups, ones, many)], node.outputs),
     }
     made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
-    made.metadata_props[FEW_ROWS] = "then_branch"
+    made.meta[FEW_ROWS] = "then_branch"
     put_in_place(node, [*outside.made, made], made.outputs, editor.graph)
 
 
@@ -99,6 +100,7 @@ def _as_written(groups: RowGroups, ones: ir.Value, b: Nodes) -> ir.Value:
             inputs.append(ones)
             attributes = [attribute for attribute in attributes if attribute.name != "num_outputs"]
         new = b.add(node.op_type, inputs, len(node.outputs), attributes=attributes)
+        b.made[-1].meta[FEW_ROWS] = "else_branch"
         copies.update(zip(node.outputs, new, strict=True))
         made = new[0]
     assert made is not None, "a Concat is among the nodes"

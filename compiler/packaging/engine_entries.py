@@ -11,7 +11,7 @@ from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
-from splitc.compiler.lowering.few_rows import inside_copied
+from splitc.compiler.lowering.few_rows import FEW_ROWS, inside_copied
 from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
 from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
@@ -153,6 +153,8 @@ def is_left_alone(weight: ir.Value) -> bool:
 
 def _keeps_inputs(node: ir.Node) -> bool:
     if node.domain in (FUNCTIONS, FUSED):
+        return True
+    if node.op_type == "Split" and FEW_ROWS in node.meta:  # no Transpose is in its branch
         return True
     operator = operator_of(node)
     if operator.dequantizes:
