@@ -1,12 +1,14 @@
 """Lets mixtures of experts have sizes that do not depend on data, in engines for GPUs, where a request has few rows.
 
-Each expert's rows are multiplied by themselves in a graph that PyTorch's exporters write (operators/row_groups.py).
-How many there are is read on the CPU for each expert, so the graph can't be captured, and a token of 128 experts takes
-hundreds of kernels a layer. If there are few rows, as for a token, an If on sizes copies the matrix of each row's
-expert instead, and multiplies all rows at once. More rows, as of a prompt, take the other branch, as the model has it.
+PyTorch's exporters multiply each expert's rows by themselves (operators/row_groups.py). How many there are is read on
+the CPU for each expert, so the graph can't be captured, and a token of 128 experts takes hundreds of kernels a layer.
+If there are few rows, as for a token, an If on sizes copies the matrix of each row's expert instead, and multiplies all
+rows at once. More rows, as of a prompt, take the other branch, which multiplies each expert's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -49,11 +51,10 @@ def find_copied(graph: ir.Graph) -> dict[ir.Node, tuple[RowGroups, int]]:
 
 
 def inside_copied(graph: ir.Graph) -> set[ir.Value]:
-    """The values that only the branch for many rows computes, once such Ifs are in place. Captured requests have none.
-
-    Among them are all whose sizes depend on how many rows a group has.
-    """
-    return {value for groups, _ in find_copied(graph).values() for node in groups.nodes for value in node.outputs}
+    """The values that are gone once such Ifs are in place. Their sizes depend on how many rows a group has."""
+    nodes = {node for groups, _ in find_copied(graph).values() for node in groups.nodes}
+    values = (value for node in nodes for value in node.outputs)
+    return {value for value in values if all(use.node in nodes for use in value.uses())}
 
 
 def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None:
@@ -66,10 +67,10 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     is_few = outside.one("Less", count, editor.constant(np.array(most + 1, np.int64)))
     # ONNX Runtime would fold a Split of weights inside a branch, and hold a copy of all matrices in each session.
     one = outside.sizes("Clip", size, *[editor.constant(np.array(1, np.int64))] * 2)
-    ones = outside.sizes("Expand", one, editor.numbers(len(node.inputs)), count=len(node.inputs))
+    ones = outside.sizes("Expand", one, editor.numbers(groups.count), count=groups.count)
     branches = {
         "then_branch": few.graph([_copying(groups, count, few)], node.outputs),
-        "else_branch": many.graph([_as_written(groups, ones, many)], node.outputs),
+        "else_branch": many.graph([_by_groups(groups, ones, many)], node.outputs),
     }
     made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
     made.meta[FEW_ROWS] = "then_branch"
@@ -90,18 +91,29 @@ def _copying(groups: RowGroups, count: ir.Value, b: Nodes) -> ir.Value:
     return made if groups.biases is None else b.one("Add", made, b.one("Gather", groups.biases, own))
 
 
-def _as_written(groups: RowGroups, ones: ir.Value, b: Nodes) -> ir.Value:
-    """The products of each group's rows, as in the model. `ones` are the lengths of parts of stacked matrices."""
-    copies: dict[ir.Value | None, ir.Value] = {}
-    made: ir.Value | None = None
-    for node in groups.nodes:
-        inputs, attributes = [copies.get(value, value) for value in node.inputs], list(node.attributes.values())
-        if node.op_type == "Split":
-            inputs.append(ones)
-            attributes = [attribute for attribute in attributes if attribute.name != "num_outputs"]
-        new = b.add(node.op_type, inputs, len(node.outputs), attributes=attributes)
-        b.made[-1].meta[FEW_ROWS] = "else_branch"
-        copies.update(zip(node.outputs, new, strict=True))
-        made = new[0]
-    assert made is not None, "a Concat is among the nodes"
+def _by_groups(groups: RowGroups, ones: ir.Value, b: Nodes) -> ir.Value:
+    """The products of each group's rows. `ones` are the lengths of parts of stacked matrices.
+
+    One Split divides all rows, so that the CPU waits once for their numbers, and not for each group's, as in the model.
+    """
+    first, last = b.editor.numbers(0), b.editor.numbers(-1)
+    before = b.one("Concat", first, b.cut(groups.ends, 0, first, last), axis=0)
+    counts = b.one("Sub", groups.ends, before)
+    parts = _parts(groups.rows, counts, groups, b)
+    made = [b.one("MatMul", *pair) for pair in zip(parts, _matrices(groups.matrices, ones, groups, b), strict=True)]
+    if groups.biases is not None:
+        biases = _matrices(groups.biases, ones, groups, b)
+        made = [b.one("Add", *pair) for pair in zip(made, biases, strict=True)]
+    return b.one("Concat", *made, axis=0)
+
+
+def _parts(value: ir.Value, lengths: ir.Value, groups: RowGroups, b: Nodes) -> Sequence[ir.Value]:
+    """A value's part for each group, of these lengths along the first axis."""
+    made = b.add("Split", [value, lengths], groups.count, attributes=[ir.AttrInt64("axis", 0)])
+    b.made[-1].meta[FEW_ROWS] = "else_branch"
     return made
+
+
+def _matrices(stacked: ir.Value, ones: ir.Value, groups: RowGroups, b: Nodes) -> list[ir.Value]:
+    """Each group's matrix, or its bias."""
+    return [b.one("Squeeze", part, b.editor.numbers(0)) for part in _parts(stacked, ones, groups, b)]

@@ -25,6 +25,7 @@ class RowGroups:
 
     - `rows`: [rows, inner], sorted by group. `ends`: where each group ends, [groups]. `matrices`: [groups, inner,
       columns]. `biases`: what is added to a group's results, [groups, columns]; None without.
+    - `count`: the number of groups.
     - `nodes`: all nodes that compute the result from these, in order, and for nothing else.
     """
 
@@ -32,6 +33,7 @@ class RowGroups:
     ends: ir.Value
     matrices: ir.Value
     biases: ir.Value | None
+    count: int
     nodes: tuple[ir.Node, ...]
 
 
@@ -62,7 +64,7 @@ def find_row_groups(node: ir.Node) -> RowGroups | None:
     if ends is None or matrices is None or (biases and (added is None or len(biases) < len(known))):
         return None
     given = {known[0].rows, ends, matrices, added}
-    return RowGroups(known[0].rows, ends, matrices, added, tuple(_between(node, given)))
+    return RowGroups(known[0].rows, ends, matrices, added, len(known), tuple(_between(node, given)))
 
 
 def _read_group(made: ir.Value | None) -> _Group | None:
