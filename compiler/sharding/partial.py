@@ -180,7 +180,7 @@ class _Flow:
         if any(together & inputs == incoming.keys() for together in operation.linear):
             return frozenset()
         rest = inputs - incoming.keys()
-        weights = all(_is_weight(operation, number) for number in rest)
+        weights = rest <= frozenset(operation.weights)
         # A rank that omits an input must get a result of the same shape.
         axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
         keeps = self.size(output) == max(sizes) and len(axes) == 1
@@ -240,8 +240,3 @@ def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
 def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> frozenset[Factor]:
     """The chosen atoms among the axes."""
     return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
-
-
-def _is_weight(operation: Operation, number: int) -> bool:
-    value = operation.node.inputs[number]
-    return value is not None and value.is_initializer()

@@ -28,7 +28,7 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.helpers import fake_cupy
+from tests.helpers import fake_cupy, grouped_rows
 from tests.helpers.blocks import Block
 from tests.helpers.fake_gpu_sessions import package
 from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend
@@ -484,3 +484,15 @@ def test_tokens_whose_attention_is_written_out_are_replayed(
             assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, tolerance)
             request = following(style, expected, 2, 1)
     assert replays
+
+
+def test_mixtures_of_experts_are_replayed_if_they_have_few_rows(tmp_path: Path) -> None:
+    """Each request chooses other experts."""
+    save(grouped_rows.write().model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cuda1"], Request(memory=["1GiB"]))
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package", devices=["cuda1"]) as session:
+        for number in range(RUNS):
+            given = {"ids": np.array([[number, 3 * number + 1]]) % 40}
+            assert_close(session.run(given), run_whole(tmp_path / "model.onnx", given), 2e-5)
+        assert is_replayed(session, given)
