@@ -117,19 +117,18 @@ def keep_rows(
 
 
 def _tokens_of(output: ir.Value, tokens: Tokens, sizes: Sizes) -> tuple[ir.Value, int] | None:
-    """The first input, and its axis, with the size of the rows of an output that may be logits; None if there is none.
+    """The input, and its axis, with the size of the rows of an output that may be logits; None if there is none.
 
-    The first axis of several is the batch.
+    The first axis of several is the batch. One with the same symbol is preferred: an encoder's length may be planned
+    equal to a decoder's.
     """
     own = sizes.axes(output) or ()
     if len(own) != 3 or own[1].fixed is not None or not tokens.may_be_logits(output, own[2].size[0]):
         return None
-    for value in tokens.inputs:
-        axes = sizes.axes(value) or ()
-        for place, axis in enumerate(axes):
-            if axis.size == own[1].size and (place or len(axes) == 1):
-                return value, place
-    return None
+    axes = {value: sizes.axes(value) or () for value in tokens.inputs}
+    places = [(value, place) for value, of in axes.items() for place in range(len(of)) if place or len(of) == 1]
+    same = [(value, place) for value, place in places if axes[value][place].size == own[1].size]
+    return min(same, key=lambda one: not axes[one[0]][one[1]].is_same(own[1]), default=None)
 
 
 def _find_cut(graph: Graph, output: ir.Value, sizes: Sizes) -> _Cut | None:

@@ -100,6 +100,34 @@ def test_chosen_rows_are_those_of_the_whole_model(decoder: Path, mode: str) -> N
                 session.run({**given, "logits_to_keep": np.array(rows)})
 
 
+def test_a_decoder_counts_its_own_tokens(tmp_path: Path) -> None:
+    """Its encoder's length, which is the same where sizes are planned, comes first among the inputs."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 18]>
+        g (int64[batch, source] seen, int64[batch, target] ids) => (float[batch, target, 40] logits)
+        {
+            keys = Gather (table, seen)
+            mean = ReduceMean <keepdims = 1> (keys, axis)
+            own = Gather (table, ids)
+            hidden = Add (own, mean)
+            logits = MatMul (hidden, weight)
+        }"""
+    )
+    random = np.random.default_rng(0)
+    for weight, shape in (("table", (40, 8)), ("weight", (8, 40))):
+        array = random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "axis"))
+    onnx.save(model, tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"seen": (2, 6), "ids": (2, 6)})
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], request), tmp_path / "package")
+    kept = read_manifest(tmp_path / "package").kept_rows
+    assert kept is not None and kept.reads == ("ids", 1)
+    given = {"seen": np.ones((2, 9), np.int64), "ids": np.arange(8).reshape(2, 4)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(given), run_whole(tmp_path / "model.onnx", given))
+
+
 def test_check_compares_the_chosen_rows(decoder: Path, tmp_path: Path) -> None:
     package = compile_mode(decoder, "tensor")
     given: dict[str, Any] = {**decoder_feeds(2, 4, 0), "logits_to_keep": np.array([1, -1])}
