@@ -195,9 +195,11 @@ class _Work:
 
     def keep_rows(self) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
         """As `kept_rows.keep_rows`."""
+        tokens = find_tokens(self.graph, self.states)
+        if not tokens.inputs:
+            return None, []
         graph = replace(self.graph, reads=complete(self.graph.model))
-        tokens = find_tokens(graph, self.states)
-        return keep_rows(graph, self.editor, self._sizes, self.states, tokens) if tokens.inputs else (None, [])
+        return keep_rows(graph, self.editor, self._sizes, self.states, tokens)
 
     def preamble(self, roles: Mapping[str, Role], place: str) -> tuple[Preamble | None, Outcome]:
         """Cut off the graph that the session computes before the ranks. None if that is impossible."""

@@ -157,11 +157,14 @@ def _source(node: ir.Node, axis: int, sizes: Sizes) -> tuple[int, int]:
 
     This is known if the axis could be sharded without communication. Raises NotFusedError if it can't.
     """
-    shapes = [None if value is None else sizes.of(value) for value in (*node.inputs, *node.outputs)]
-    if any(shape is None for value, shape in zip((*node.inputs, *node.outputs), shapes, strict=True) if value):
+    known = {value: sizes.of(value) for value in (*node.inputs, *node.outputs) if value is not None}
+    if None in known.values():
         raise NotFusedError("the sizes of a value that it is computed from are not known")
-    made = [None if shape is None else tuple(ax.new_axis(probe) for _, probe in shape) for shape in shapes]
-    operation = Operation(node, made[: len(node.inputs)], made[len(node.inputs) :], [None] * len(node.inputs))
+    inputs, outputs = (
+        [None if value is None else tuple(ax.new_axis(probe) for _, probe in known[value] or ()) for value in values]
+        for values in (node.inputs, node.outputs)
+    )
+    operation = Operation(node, inputs, outputs, [None] * len(inputs))
     relate_axes(operation)
     rows = ax.leaves(operation.output()[axis])
     read = (one for sizes_read in (*operation.sizes.values(), *operation.attributes.values()) for one in sizes_read)

@@ -26,14 +26,13 @@ OPSET = 13
 FEW_ROWS = "splitc.few_rows"
 
 
-def copy_matrices_of_few_rows(graph: ir.Graph) -> bool:
-    """Put such an If in place of each product of grouped rows. Returns whether there are any."""
+def copy_matrices_of_few_rows(graph: ir.Graph) -> None:
+    """Put such an If in place of each product of grouped rows."""
     editor, chosen = Editor(graph), find_copied(graph)
     for node, (groups, most) in chosen.items():
         _choose(node, groups, most, editor)
     if chosen:
         remove_unused(graph)
-    return bool(chosen)
 
 
 def find_copied(graph: ir.Graph) -> dict[ir.Node, tuple[RowGroups, int]]:

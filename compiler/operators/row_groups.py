@@ -7,7 +7,6 @@ are concatenated. How many rows an expert has depends on data, but all together 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -26,7 +25,7 @@ class RowGroups:
     - `rows`: [rows, inner], sorted by group. `ends`: where each group ends, [groups]. `matrices`: [groups, inner,
       columns]. `biases`: what is added to a group's results, [groups, columns]; None without.
     - `count`: the number of groups.
-    - `nodes`: all nodes that compute the result from these, in order, and for nothing else.
+    - `nodes`: all nodes that compute the result from these.
     """
 
     rows: ir.Value
@@ -34,7 +33,7 @@ class RowGroups:
     matrices: ir.Value
     biases: ir.Value | None
     count: int
-    nodes: tuple[ir.Node, ...]
+    nodes: frozenset[ir.Node]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def find_row_groups(node: ir.Node) -> RowGroups | None:
     if ends is None or matrices is None or (biases and (added is None or len(biases) < len(known))):
         return None
     given = {known[0].rows, ends, matrices, added}
-    return RowGroups(known[0].rows, ends, matrices, added, len(known), tuple(_between(node, given)))
+    return RowGroups(known[0].rows, ends, matrices, added, len(known), _between(node, given))
 
 
 def _read_group(made: ir.Value | None) -> _Group | None:
@@ -117,18 +116,15 @@ def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
     return node if node is not None and node.op_type == operator and not node.domain else None
 
 
-def _between(node: ir.Node, given: set[ir.Value | None]) -> Iterator[ir.Node]:
-    """A node and those above it, down from these values, in order; each is above the ones that read it."""
-    seen: set[ir.Node] = set()
-    left: list[tuple[ir.Node, bool]] = [(node, False)]
+def _between(node: ir.Node, given: set[ir.Value | None]) -> frozenset[ir.Node]:
+    """A node and those above it, down from these values."""
+    between, left = {node}, [node]
     while left:
-        one, is_ready = left.pop()
-        if is_ready:
-            yield one
-        elif one not in seen:
-            seen.add(one)
-            above = [value.producer() for value in one.inputs if value is not None and value not in given]
-            left += [(one, True), *((maker, False) for maker in above[::-1] if maker is not None)]
+        above = {value.producer() for value in left.pop().inputs if value is not None and value not in given}
+        new = {maker for maker in above if maker is not None} - between
+        between |= new
+        left += new
+    return frozenset(between)
 
 
 def most_copied(elements: int, bits: int) -> int:

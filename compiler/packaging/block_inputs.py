@@ -21,11 +21,8 @@ from splitc.compiler.sharding.axis_map import small_sizes
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.fills import fill_array, make_inputs
-from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.package.manifest import Fill, Manifest
-from splitc.runtime.requests.kept_rows import with_kept_rows
-from splitc.runtime.requests.lengths import with_lengths
-from splitc.runtime.requests.preamble import PreambleEngine
+from splitc.runtime.requests.preamble import rank_feeds
 
 # The elements of a block's values that are few enough for sizes that make more than the planned ones. A choice: to
 # compute as many takes about a second.
@@ -80,11 +77,8 @@ class BlockInputs:
         if lacking := next((tensor.name for tensor in manifest.inputs if tensor.name not in shapes), None):
             raise CannotCompareError(f"the sizes of '{lacking}' are not known")
         tensors = [msgspec.structs.replace(one, sample_shape=list(shapes[one.name])) for one in manifest.inputs]
-        taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, make_inputs(tensors)))
-        if manifest.preamble is not None:
-            made = PreambleEngine(self._folder, manifest.preamble, manifest.lengths).apply(taken, keeps_masks=True)
-            taken = {**taken, **made}
-        return {name: on_host(feed) for name, feed in taken.items()}
+        given = make_inputs(tensors)
+        return {**given, **rank_feeds(self._folder, manifest, given, keeps_masks=True)}
 
 
 def _made_up(value: ir.Value, bound: BoundShapes) -> Array:

@@ -12,8 +12,10 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.ort_values import runner_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.states import Length, Preamble
-from splitc.runtime.requests.lengths import added
+from splitc.runtime.requests.kept_rows import with_kept_rows
+from splitc.runtime.requests.lengths import added, with_lengths
 
 # What is added to a score that is to be hidden: this, or less. A choice: exporters write -10000, the least number of
 # the type, or minus infinity, and the exponential of -10000 is zero in each type.
@@ -61,6 +63,19 @@ class PreambleEngine:
         if others or any({feeds[name].shape[0]} != batch for name in self._preamble.batched):
             return False
         return all(one.shape[-1] == rows and bool((on_host(one) == 1).all()) for one in ones)
+
+
+def rank_feeds(
+    package: Path, manifest: Manifest, feeds: Mapping[str, Feed], keeps_masks: bool = False
+) -> dict[str, Array]:
+    """What the ranks take for a request of its own, on the host: its feeds, and what the runtime adds.
+
+    For `keeps_masks` and errors see `PreambleEngine.apply` and `with_lengths`.
+    """
+    taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, feeds))
+    if manifest.preamble is not None:
+        taken = PreambleEngine(package, manifest.preamble, manifest.lengths).apply(taken, keeps_masks)
+    return {name: on_host(feed) for name, feed in taken.items()}
 
 
 class _Graph:

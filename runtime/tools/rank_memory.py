@@ -27,7 +27,6 @@ from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ipc.child_python import last_lines, python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
@@ -37,9 +36,7 @@ from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loaded import ADAPTED, choices_of, load_engine, measured_memory
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.requests.kept_rows import with_kept_rows
-from splitc.runtime.requests.lengths import with_lengths
-from splitc.runtime.requests.preamble import PreambleEngine
+from splitc.runtime.requests.preamble import rank_feeds
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.progress import counted
@@ -55,10 +52,7 @@ def measure_memory(
     these.
     """
     manifest = read_manifest(package)
-    taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, feeds))
-    if manifest.preamble is not None:
-        taken = PreambleEngine(package, manifest.preamble, manifest.lengths).apply(taken, adapters is not None)
-    values = {name: on_host(feed) for name, feed in taken.items()}
+    values = rank_feeds(package, manifest, feeds, keeps_masks=adapters is not None)
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest, threads, values))

@@ -19,8 +19,8 @@ from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Fill, Manifest, Tensor, of_role
-from splitc.runtime.package.states import KeptRows
 from splitc.runtime.requests.empty_states import empty_states
+from splitc.runtime.requests.kept_rows import chosen_rows
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import all_feeds, open_reference
@@ -33,23 +33,16 @@ CPUS = [Device("cpu", 0)]
 
 @dataclass(frozen=True)
 class Step:
-    """A request of a sequence, and its outputs. The first `padded` tokens of its first row mean nothing.
-
-    Of the outputs that `chosen` names, with their axis of tokens, only the `rows` of some tokens were computed.
-    """
+    """A request of a sequence, and its outputs. The first `padded` tokens of its first row mean nothing."""
 
     feeds: Arrays
     outputs: Arrays
     padded: int = 0
-    chosen: Mapping[str, int] = field(default_factory=dict)
-    rows: Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def difference(self, number_type: str, expected: Mapping[str, Array], actual: Mapping[str, Array]) -> Differences:
         """Compare outputs, without those of padding and those that the package does not have."""
         told = {name: self._told(array) for name, array in expected.items() if name in self.outputs}
-        told |= {name: np.take(told[name], self.rows, axis) for name, axis in self.chosen.items() if name in told}
-        made = {name: array if name in self.chosen else self._told(array) for name, array in actual.items()}
-        return compare(told, made, number_type=number_type)
+        return compare(told, {name: self._told(array) for name, array in actual.items()}, number_type=number_type)
 
     def _told(self, array: Array) -> Array:
         if not self.padded or array.ndim < 2:
@@ -65,16 +58,10 @@ class _Sequence:
 
     known: StateHolder
     steps: list[Step]
-    kept: KeptRows | None
 
     def run(self, feeds: Feeds, padded: int = 0) -> Arrays:
         outputs = self.known.run(feeds)
-        own = {name: np.array(array) for name, array in feeds.items()}
-        if self.kept is not None and self.kept.input in own:
-            rows = own.pop(self.kept.input)
-            self.steps.append(Step(own, outputs, padded, self.kept.outputs, rows))
-        else:
-            self.steps.append(Step(own, outputs, padded))
+        self.steps.append(Step({name: np.array(array) for name, array in feeds.items()}, outputs, padded))
         return outputs
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +88,7 @@ class Recorder:
 
     def start(self, capacity: int | None = None) -> Any:
         self.sequences.append([])
-        return _Sequence(self.session.start(capacity), self.sequences[-1], self.manifest.kept_rows)
+        return _Sequence(self.session.start(capacity), self.sequences[-1])
 
 
 class Unsplit:
@@ -155,7 +142,7 @@ class UnsplitSequence:
         session.run_with_iobinding(binding)
         results = dict(zip(self._outputs, binding.get_outputs(), strict=True))
         self.states = {state.input: results.pop(state.output) for state in manifest.states}
-        return {name: value.numpy() for name, value in results.items()}
+        return chosen_rows(manifest.kept_rows, {name: value.numpy() for name, value in results.items()}, given)
 
     def hold(self, feeds: Feeds) -> None:
         """Feed these in all runs."""

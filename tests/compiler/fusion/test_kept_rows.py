@@ -38,28 +38,31 @@ ENDS: dict[str, tuple[str, str | None]] = {
 }  # fmt: skip
 
 
-def write(nodes: str, path: Path) -> None:
-    """Write a model with a state, whose logits come from a product by these nodes."""
-    model, random = (
-        onnx.parser.parse_model(
-            f"""<ir_version: 10, opset_import: ["" : 18]>
-            g (int64[batch, tokens] ids, float[batch, past, 8] old)
-                => (float[batch, tokens, 40] logits, float[batch, all, 8] new)
-            <float two = {{2}}> {{
-                hidden = Gather (table, ids)
-                new = Concat <axis = 1> (old, hidden)
-                product = MatMul (hidden, weight)
-                {nodes}
-            }}"""
-        ),
-        np.random.default_rng(0),
-    )
-    for weight, shape in (("table", (40, 8)), ("weight", (8, 40))):
+def save(model: onnx.ModelProto, path: Path, **weights: tuple[int, ...]) -> None:
+    """Write a model with random weights of these shapes. Its nodes are named after their first output."""
+    random = np.random.default_rng(0)
+    for name, shape in weights.items():
         array = random.standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     for node in model.graph.node:
         node.name = f"node_{node.output[0]}"
     onnx.save(model, path)
+
+
+def write(nodes: str, path: Path) -> None:
+    """Write a model with a state, whose logits come from a product by these nodes."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 18]>
+        g (int64[batch, tokens] ids, float[batch, past, 8] old)
+            => (float[batch, tokens, 40] logits, float[batch, all, 8] new)
+        <float two = {{2}}> {{
+            hidden = Gather (table, ids)
+            new = Concat <axis = 1> (old, hidden)
+            product = MatMul (hidden, weight)
+            {nodes}
+        }}"""
+    )
+    save(model, path, table=(40, 8), weight=(8, 40))
 
 
 GIVEN: dict[str, Any] = {"ids": np.arange(10).reshape(2, 5), "old": np.ones((2, 3, 8), np.float32)}
@@ -113,12 +116,8 @@ def test_a_decoder_counts_its_own_tokens(tmp_path: Path) -> None:
             logits = MatMul (hidden, weight)
         }"""
     )
-    random = np.random.default_rng(0)
-    for weight, shape in (("table", (40, 8)), ("weight", (8, 40))):
-        array = random.standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "axis"))
-    onnx.save(model, tmp_path / "model.onnx")
+    save(model, tmp_path / "model.onnx", table=(40, 8), weight=(8, 40))
     request = Request(split_mode="layer", shapes={"seen": (2, 6), "ids": (2, 6)})
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], request), tmp_path / "package")
     kept = read_manifest(tmp_path / "package").kept_rows
@@ -171,11 +170,7 @@ def test_models_without_states_are_known_by_their_vocabulary(
             "{name}" = MatMul (hidden, weight)
         }}"""
     )
-    random = np.random.default_rng(0)
-    for weight, shape in (("table", (40, 8)), ("keys", (8, 20)), ("weight", (8, columns))):
-        array = random.standard_normal(shape).astype(np.float32)
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, weight))
-    onnx.save(model, tmp_path / "model.onnx")
+    save(model, tmp_path / "model.onnx", table=(40, 8), keys=(8, 20), weight=(8, columns))
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor")), tmp_path / "package")
     kept = read_manifest(tmp_path / "package").kept_rows
     assert (None if kept is None else kept.outputs) == ({name: 1} if chosen else None)
