@@ -6,7 +6,7 @@ repeated, merged with the batch, and transposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -93,15 +93,15 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
 
 
 def unfused_caches(
-    graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Collection[ir.Value] = ()
+    graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Mapping[ir.Value, str]
 ) -> Iterator[tuple[str, NotFusedError]]:
     """Growing states that fusion does not write in place, by their input's name, with reasons.
 
     The growing `caches` are listed only if no attention reads any (`is_read`): else `find_caches` gave their reasons.
-    `latents` are presents that were fused as latents.
+    `latents` are the presents of multi-head latent attention that are not in place, each with the reason.
     """
     pasts = {past.name for past, _ in caches.values()}
-    on_latents = {caches[present][0].name for present in latents}
+    on_latents = {caches[present][0].name: why for present, why in latents.items()}
     outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
         maker = outputs.get(state.output)
@@ -110,7 +110,7 @@ def unfused_caches(
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it has readers beside the operator that could write it in place")
         elif state.input in on_latents:
-            yield state.input, NotFusedError("no operator for attention on latents writes them in place")
+            yield state.input, NotFusedError(on_latents[state.input])
         elif state.input in pasts:
             yield state.input, NotFusedError("no attention reads it as keys or values")
         else:

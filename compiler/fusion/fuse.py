@@ -27,7 +27,8 @@ from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kept_rows import Chosen, find_tokens, keep_rows
 from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
-from splitc.compiler.fusion.latent import find_latent, write_latent
+from splitc.compiler.fusion.latent import LatentAttention, find_latent, write_latent
+from splitc.compiler.fusion.latent_cache import find_latent_caches
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.parts import Parts, check_type
@@ -40,6 +41,7 @@ from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import name_of
 from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.compiler.operators.gpu_kernels import LATENT as CACHED_LATENT
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
@@ -129,8 +131,8 @@ def fuse(
 class _Work:
     """Tries the patterns at each node of a graph, and fuses those that become faster.
 
-    `planned` are the shapes of all values, including new ones. `latents` are the caches that were fused as latents of
-    multi-head latent attention.
+    `planned` are the shapes of all values, including new ones. `latents` are the caches of multi-head latent attention
+    that are not in place, each with the reason.
     """
 
     graph: Graph
@@ -140,7 +142,7 @@ class _Work:
     states: Sequence[State]
     planned: dict[str, Shape]
     editor: Editor
-    latents: set[ir.Value] = field(default_factory=set)
+    latents: dict[ir.Value, str] = field(default_factory=dict)
 
     @cached_property
     def _other_sizes(self) -> BoundShapes:
@@ -258,35 +260,49 @@ class _Work:
     def _replaced(self, place: str, attention: Attention) -> Iterator[Outcome]:
         """Fuse an attention: on its latent (multi-head latent attention), else with its caches, else alone."""
         attention = with_blanks(attention, self._sizes)
-        latent = self._on_latent(place, attention)
-        if latent is not None:
-            yield latent
-            if latent.operator is not None:
-                return
+        on_latent = self._on_latent(place, attention)
+        yield from on_latent
+        if any(outcome.operator for outcome in on_latent):
+            return
         cached = self._with_caches(place, attention) if self.caches else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
 
-    def _on_latent(self, place: str, attention: Attention) -> Outcome | None:
-        """Fuse an attention whose keys and values are projected from a cached latent; None for any other."""
+    def _on_latent(self, place: str, attention: Attention) -> list[Outcome]:
+        """Fuse an attention whose keys and values are projected from a cached latent; no outcomes for any other."""
         latent = find_latent(attention, self.caches, self._sizes) if self.caches else None
         query = self._shape_of(attention.query.value)
         if latent is None or query is None:
-            return None
+            return []
         try:
             check_type(latent.latent, HALVES | SINGLES)
             if not latent.gains(query[attention.query.axes[-2]]):
                 raise NotFusedError(
                     "with this many tokens a request, projecting keys and values from its latent takes fewer operations"
                 )
-            write_latent(latent, self.editor, self._sizes)
+            why = self._write_latent(latent)
         except NotFusedError as error:
-            return Outcome(place, None, str(error), "latent")
-        shared = [part for part in latent.parts if isinstance(part, ir.Value)]
-        self.latents.update(self.caches.keys() & {latent.latent, *shared})
-        return Outcome(place, LATENT, None, "latent")
+            return [Outcome(place, None, str(error), "latent")]
+        own = Outcome(place, LATENT, None, "latent")
+        if why is None:
+            return [own, Outcome(place, CACHED_LATENT, None, "cache")]
+        self.latents.update(dict.fromkeys(self.caches.keys() & {latent.latent, *latent.shared}, why))
+        return [own]
+
+    def _write_latent(self, latent: LatentAttention) -> str | None:
+        """Compute an attention on its latent. Returns why its caches are not in place; None if they are."""
+        why = "engines for CPU devices concatenate caches of latents"
+        if self.gains.has_room:
+            try:
+                kept = find_latent_caches(latent.latent, latent.shared, self.caches, self.lengths, self.editor)
+                write_latent(latent, self.editor, self._sizes, kept)
+                return None
+            except NotFusedError as error:
+                why = str(error)
+        write_latent(latent, self.editor, self._sizes)
+        return why
 
     def _with_caches(self, place: str, attention: Attention) -> Outcome | None:
         """Fuse an attention with its caches; None if it has none."""

@@ -42,7 +42,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     Raises NotFusedError if the operator can't express them; then nothing is changed.
     """
     attention = cached.attention
-    filled = lengths.of(cached.keys)
+    filled = lengths.of(cached.keys.past, cached.keys.new, cached.keys.present)
     query = traced_back_merged(attention.query, sizes, scaled=True)
     before = unmerged(query, sizes, scaled=True)
     sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
@@ -60,7 +60,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
         writing.replace(old, natural, order)
     for one, new in ((cached.keys, keys), (cached.values, values)):
         work.take_place(new, one.present)
-    lengths.are_in_place((cached.keys, cached.values), filled)
+    lengths.are_in_place((cached.keys.past, cached.values.past), filled, one_row=True)
 
 
 def _check(cached: CachedAttention, work: Writer) -> Frame:

@@ -23,6 +23,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
 from splitc.compiler.fusion.frame import Frame
+from splitc.compiler.fusion.latent_cache import LatentCaches
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
 from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
@@ -72,6 +73,11 @@ class LatentAttention:
     @property
     def latent(self) -> ir.Value:
         return self.values.latent
+
+    @property
+    def shared(self) -> list[ir.Value]:
+        """The parts of the keys that all heads share."""
+        return [part for part in self.parts if isinstance(part, ir.Value)]
 
     def gains(self, new: int) -> bool:
         """Whether absorbed projections take fewer operations for `new` tokens after a long cache."""
@@ -148,8 +154,8 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     return Projected(latent, *stored, product, slice(start, start + size))
 
 
-def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
-    """Compute the attention on the latent, in place.
+def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: LatentCaches | None = None) -> None:
+    """Compute the attention on the latent, in place. Its caches are kept in place if they are given.
 
     Raises NotFusedError if that would compute something else; then nothing is changed.
     """
@@ -160,31 +166,45 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
-    sources = [latent.latent, latent.query.value, *editor.graph.inputs]
+    sources = [latent.latent, latent.query.value, *editor.graph.inputs] if kept is None else [latent.query.value]
+    sources += [] if kept is None else kept.lengths.read
     work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    work = work if kept is None else replace(work, known=kept.filled.known)
     frame = check_attention(attention, work)
     heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
         raise NotFusedError("its batch and its heads are not one axis each")
     if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
         raise NotFusedError("the heads projected from its latent differ from those of its queries")
-    stale = list(_between(latent, {attention.output.producer(), *(value.producer() for value in attention.passed)}))
-    readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
-    if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
-        raise NotFusedError("a node reads sizes of its keys or values that no other value has")
+    ends = {attention.output.producer(), *(value.producer() for value in attention.passed)}
+    stale = list(_between(latent, ends, () if kept is None else kept.presents))
     writing = Writing(attention, frame, work)
-    with work.undone_if_refused():
-        made = _attended(latent, heads, writing)
-    for node, axes in readers.items():
-        listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
-        node.outputs[0].replace_all_uses_with(listed)
+    if kept is not None:
+        kept.check([*stale, *attention.passed])
+        with work.undone_if_refused():
+            made, *presents = _attended(latent, heads, writing, kept)
+        kept.replace(presents, [*stale, *attention.passed], work)
+    else:
+        readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
+        if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
+            raise NotFusedError("a node reads sizes of its keys or values that no other value has")
+        with work.undone_if_refused():
+            (made,) = _attended(latent, heads, writing, None)
+        for node, axes in readers.items():
+            listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
+            node.outputs[0].replace_all_uses_with(listed)
     writing.replace(attention.result, made, attention.order)
 
 
-def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Iterator[ir.Value]:
-    """The values from the projections to the attention. Raises NotFusedError if anything else reads them."""
-    projected = [*(part for part in latent.parts if isinstance(part, Projected)), latent.values]
-    pending = [value for one in projected for value in one.product.outputs]
+def _between(
+    latent: LatentAttention, ends: Collection[ir.Node | None], caches: Collection[ir.Value]
+) -> Iterator[ir.Value]:
+    """The values from the projections, or from these caches, to the attention.
+
+    Raises NotFusedError if anything else reads them.
+    """
+    products = {part.product for part in (*latent.parts, latent.values) if isinstance(part, Projected)}
+    pending = [*caches] or [value for product in products for value in product.outputs]
     seen = set[ir.Value]()
     while pending:
         value = pending.pop()
@@ -193,27 +213,48 @@ def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Itera
         seen.add(value)
         yield value
         users = {node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")}
-        if value.is_graph_output() or not all(is_onnx(node, *PASSED) for node in users):
+        known = all(is_onnx(node, *PASSED) or node in products for node in users)
+        if not known or (value.is_graph_output() and value not in caches):
             raise NotFusedError("keys or values projected from its latent have other readers")
         pending += [made for node in users for made in node.outputs]
 
 
-def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value:
-    """The attention's result, [batch, heads, length, value size]."""
-    attention, frame, work = latent.attention, writing.frame, writing.work
+def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
+    """The attention's result, [batch, heads, length, value size]. If the caches are kept, also their presents."""
+    frame, work, like = writing.frame, writing.work, latent.query.value
+    query, rank, asked = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank), list[ir.Value]()
+    for number, (part, own) in enumerate(zip(latent.parts, _queries(latent, frame, work), strict=True)):
+        if isinstance(part, Projected):
+            weight = _by_heads(part, heads, True, work.editor)
+            own = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
+        asked.append(own)
+    if kept is None:
+        weighed, presents = _weighed(latent, asked, writing), []
+    else:
+        by_kind = sorted(zip(latent.parts, asked, strict=True), key=lambda pair: isinstance(pair[0], Projected))
+        weighed, *presents = kept.attend([own for _, own in by_kind], latent.rank, latent.factor, writing)
+    weight = _by_heads(latent.values, heads, False, work.editor)
+    made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
+    made = writing.blanked(made) if kept is None else made
+    output = writing.attention.output
+    return made if made.dtype == output.dtype else work.cast(made, output, "as_written"), *presents
+
+
+def _weighed(latent: LatentAttention, asked: Sequence[ir.Value], writing: Writing) -> ir.Value:
+    """The weighed sum of the latents for each head, [batch, heads, length, rank], by products with them.
+
+    `asked` are the queries, one for each part of the keys.
+    """
+    attention, frame, work, like = latent.attention, writing.frame, writing.work, latent.query.value
     query, rank = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank)
     # The queries of all heads are rows of one matrix, so that each product reads the latent once.
     rows = [frame.batch, fixed_axis(1), joined([frame.heads, frame.length])]
-    like, shared = latent.query.value, _with_heads(latent.latent, work)
-    summands = []
-    for number, (part, own) in enumerate(zip(latent.parts, _queries(latent, frame, work), strict=True)):
-        asked, keys = own, part if isinstance(part, ir.Value) else shared
-        if isinstance(part, Projected):
-            weight = _by_heads(part, heads, True, work.editor)
-            asked = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
-        asked = work.reshape(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
+    shared, summands = _with_heads(latent.latent, work), list[ir.Value]()
+    for number, (part, own) in enumerate(zip(latent.parts, asked, strict=True)):
+        keys = part if isinstance(part, ir.Value) else shared
+        own = work.reshape(own, [*rows, work.axes(own)[-1]], f"query{number}_rows")
         how = {"transB": 1, "alpha": latent.factor}
-        scores = work.add(f"scores{number}", OPERATOR, [asked, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
+        scores = work.add(f"scores{number}", OPERATOR, [own, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
         summands.append(scores)
     total = reduce(lambda a, b: work.add("scores", "Add", [a, b], like, [*rows, frame.all]), summands)
     total = work.reshape(total, [*query, frame.all], "scores_by_heads")
@@ -222,11 +263,7 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
     weights = writing.guarded(work.add("weights", "Softmax", [total], like, [*query, frame.all], axis=-1))
     weights = work.reshape(weights, [*rows, frame.all], "weights_rows")
     weighed = work.add("weighed", "MatMul", [weights, shared], like, [*rows, rank])
-    weighed = work.reshape(weighed, [*query, rank], "weighed_by_heads")
-    weight = _by_heads(latent.values, heads, False, work.editor)
-    made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
-    made = writing.blanked(made)
-    return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
+    return work.reshape(weighed, [*query, rank], "weighed_by_heads")
 
 
 def _with_heads(value: ir.Value, work: Writer) -> ir.Value:

@@ -21,7 +21,7 @@ from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.cache import ROWS, Cache
+from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name
@@ -79,8 +79,11 @@ class Filled:
         """The values `before` and `after`, by the sizes that they hold."""
         return {self.past.size: self.before, self.all.size: self.after}
 
-    def entry(self, pasts: Iterable[str]) -> Length:
-        """The manifest's entry. `pasts` are the names of the caches' inputs."""
+    def entry(self, pasts: Iterable[str], one_row: bool) -> Length:
+        """The manifest's entry. `pasts` are the names of the caches' inputs.
+
+        `one_row`: one of their operators takes several tokens after cached ones in a batch of one row only.
+        """
         return Length(
             input=self.input.name or "",
             states=list(pasts),
@@ -89,7 +92,7 @@ class Filled:
             reads=None if isinstance(self.step, int) else self.step,
             by_branch=self.has_branch,
             room=None if self.room is None else self.room.name,
-            one_row=self.several and self.room is not None,
+            one_row=one_row and self.several and self.room is not None,
         )
 
     @property
@@ -116,6 +119,7 @@ class Lengths:
         self._editor, self._sizes, self._kept, self._has_room = editor, sizes, states, has_room
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
+        self._for_one_row: set[str] = set()
         # The size of a past may be its capacity, so no size is read off it.
         known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
         self.read: tuple[ir.Value, ...] = tuple(known)
@@ -125,12 +129,12 @@ class Lengths:
         """The filled rows of all caches that are in place."""
         return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
 
-    def of(self, cache: Cache) -> Filled:
-        """The filled rows of a cache.
+    def of(self, past_input: ir.Value, added: ir.Value, whole: ir.Value) -> Filled:
+        """The filled rows of a cache, with the rows that a request adds to it, and its present.
 
         Raises NotFusedError if its length equals another size, or no input has as many elements as a request adds.
         """
-        past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
+        past, new, present = (self._sizes.axes(value) for value in (past_input, added, whole))
         if past is None or new is None or present is None or not self._sizes.differ:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
         if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[-2].size:
@@ -218,12 +222,17 @@ class Lengths:
                 if not all(map(self.writer(node, filled).has, axes)):
                     raise NotFusedError("a node reads a size of its cache that no input has")
 
-    def are_in_place(self, caches: Iterable[Cache], filled: Filled) -> None:
-        """Record that these caches, of this length, are written in place now."""
+    def are_in_place(self, pasts: Iterable[ir.Value], filled: Filled, one_row: bool) -> None:
+        """Record that caches of this length, whose inputs are `pasts`, are written in place now.
+
+        `one_row` is as for `Filled.entry`.
+        """
         names = self._states.setdefault(filled.input.name or "", [])
-        for cache in caches:
-            names.append(cache.past.name or "")
-            mark_fused_cache(cache.past, ROWS)
+        if one_row:
+            self._for_one_row.add(filled.input.name or "")
+        for past in pasts:
+            names.append(past.name or "")
+            mark_fused_cache(past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
         """The manifest's entries. Added inputs that no fused cache needs are removed."""
@@ -231,7 +240,8 @@ class Lengths:
             if not self._states.get(filled.input.name or ""):
                 filled.work.undo()
         remove_unused_inputs(self._editor.graph, [own for filled in self._filled.values() for own in filled.inputs])
-        return tuple(filled.entry(self._states[filled.input.name or ""]) for filled in self.filled)
+        names = {filled.input.name or "": filled for filled in self.filled}
+        return tuple(one.entry(self._states[name], name in self._for_one_row) for name, one in names.items())
 
 
 def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:

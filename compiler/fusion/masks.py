@@ -13,14 +13,15 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.cache import ROWS
-from splitc.compiler.fusion.grouped import OPERATOR
 from splitc.compiler.fusion.lengths import Filled
-from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.softmax import without_nan
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.gpu_kernels import GROUPED, LATENT
 
-# Indices of GroupQueryAttention's inputs: past_key and attention_bias.
+# Attention with caches in place, and the indices of its inputs for the keys' past and the bias.
+CACHED = (GROUPED, LATENT)
 PAST, BIAS = 3, 10
 # The index of a Where's input for elements whose condition is false.
 KEPT = 2
@@ -56,16 +57,16 @@ def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
     if is_onnx(above, "Where"):  # it replaces NaN by zeros
         kept = above.inputs[KEPT]
         above = above if kept is None or without_nan(kept) is not above.outputs[0] else kept.producer()
-    if above is None or (above.op_type, above.domain) != (OPERATOR, DOMAIN) or len(above.inputs) <= BIAS:
+    if above is None or operator_name(above) not in CACHED or len(above.inputs) <= BIAS:
         return False
     bias = above.inputs[BIAS]
     return bias is not None and bias.name in masks
 
 
 def biased(value: ir.Value) -> Iterator[ir.Node | None]:
-    """The GroupQueryAttentions, not causal, whose bias is a value; None for each other reader of the value."""
+    """The attentions with caches, not causal, whose bias is a value; None for each other reader of the value."""
     for node, place in value.uses():
-        is_bias = (node.op_type, node.domain, place) == (OPERATOR, DOMAIN, BIAS)
+        is_bias = operator_name(node) in CACHED and place == BIAS
         yield node if is_bias and not node.attributes.get_int("causal", 1) else None
 
 

@@ -17,6 +17,8 @@ from splitc.compiler.fusion.multi_head import DOMAIN
 
 # The numbers of the operator's inputs.
 QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
+# LatentAttention's queries of shared keys.
+SHARED_QUERY = 7
 LAST = (1 << 63) - 1
 
 
@@ -92,6 +94,11 @@ class Attention:
     def is_causal(self) -> bool:
         return bool(self.node.attributes.get_int("causal", 1))
 
+    @property
+    def token_axis(self) -> int:
+        """The axis of new tokens in the queries."""
+        return 1
+
     def input(self, place: int) -> ir.Value | None:
         return self.node.inputs[place] if place < len(self.node.inputs) else None
 
@@ -123,10 +130,15 @@ class Attention:
         `seen` is a mask of the scores [batch, heads, new, all]. Scores are scaled by the operator's attribute, or by
         1 / sqrt(size).
         """
-        scale = self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size)
-        scores = b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
+        scores = self._scores(query, keys, values, b, size)
         weights = self._softmax(b.shaped(scores, 0, self.heads, -1, 0), b, seen)
         return b.one("MatMul", b.shaped(weights, 0, self.kv_heads, -1, 0), values)
+
+    def _scores(self, query: ir.Value, keys: ir.Value, values: ir.Value, b: Nodes, size: int) -> ir.Value:
+        return self._product(query, keys, b, self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size))
+
+    def _product(self, query: ir.Value, keys: ir.Value, b: Nodes, scale: float) -> ir.Value:
+        return b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
 
     def _softmax(self, scores: ir.Value, b: Nodes, seen: ir.Value | None) -> ir.Value:
         editor, like = b.editor, described(self.node.outputs[0])
@@ -144,3 +156,25 @@ class Attention:
         sizes = b.one("Shape", b.cut(scores, 3, none, first))
         column = b.one("Expand", b.shaped(sinks, 1, self.heads, 1, 1), sizes)
         return b.cut(b.one("Softmax", b.one("Concat", scores, column, axis=3), axis=-1), 3, none, last)
+
+
+@dataclass(frozen=True)
+class AttentionOnLatents(Attention):
+    """A LatentAttention (fusion/latent_cache.py): keys are the latents, and further numbers that all heads share."""
+
+    @property
+    def token_axis(self) -> int:
+        return 2
+
+    def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
+        """Reshape queries [batch, heads, length, size] to [batch, 1, rows, size]."""
+        return b.shaped(query, 0, 1, -1, 0)
+
+    def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
+        """Reshape [batch, 1, rows, size] to the operator's output, [batch, heads, length, size]."""
+        return b.shaped(made, 0, self.heads, -1, 0)
+
+    def _scores(self, query: ir.Value, keys: ir.Value, values: ir.Value, b: Nodes, size: int) -> ir.Value:
+        scale = self.node.attributes["scale"].as_float()
+        shared = self.query_rows(self.input(SHARED_QUERY), b)
+        return b.one("Add", self._product(query, values, b, scale), self._product(shared, keys, b, scale))

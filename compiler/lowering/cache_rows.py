@@ -33,13 +33,13 @@ def made_once(make: F) -> F:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of an attention's KV caches [batch, heads, rows, size].
+    """The rows of an attention's KV caches [batch, heads, rows, size], whose `sizes` are those of keys and of values.
 
     `shared` has the results of attentions with caches of the same length, by method and arguments.
     """
 
     attention: Attention
-    size: int
+    sizes: tuple[int, int]
     nodes: Nodes
     shared: dict[Any, ir.Value]
 
@@ -57,15 +57,16 @@ class Rows:
         """
         b, outputs = self.nodes, self.attention.node.outputs[:3]
         pasts = [self.attention.input(place) for place in PASTS]
-        index, pads, seen = self._index(self.attention.kv_heads, self.size), self._pads(), self.seen()
+        places = [self._index(self.attention.kv_heads, size) for size in self.sizes]
+        pads, seen = self._pads(), self.seen()
         none, total, branches = b.editor.numbers(0), self.total(), dict[str, ir.Graph]()
         for name, is_filled in (("then_branch", True), ("else_branch", False)):
             inside, presents = b.inner(name), list[ir.Value]()
-            for past, new in zip(pasts, added, strict=True):
+            for past, new, index in zip(pasts, added, places, strict=True):
                 whole = past if is_filled else inside.one("Pad", past, pads)
                 presents.append(inside.one("ScatterElements", whole, index, new, axis=2))
             keys, values = presents if is_filled else (inside.cut(one, 2, none, total) for one in presents)
-            rows = self.attention.attend(query, keys, values, inside, seen, self.size)
+            rows = self.attention.attend(query, keys, values, inside, seen, self.sizes[0])
             branches[name] = inside.graph([rows, *presents], outputs)
         return b.add("If", [self._is_filled()], 3, attributes=ir.convenience.convert_attributes(branches))
 
@@ -98,7 +99,7 @@ class Rows:
     @made_once
     def new(self) -> ir.Value:
         """The number of new rows."""
-        return self._axis(self.attention.input(QUERY), 1)
+        return self._axis(self.attention.input(QUERY), self.attention.token_axis)
 
     @made_once
     def total(self) -> ir.Value:

@@ -1,4 +1,6 @@
-"""Decomposes GroupQueryAttention in engines for GPUs where ONNX Runtime has no CUDA kernel: in float32, or with sinks.
+"""Decomposes attention with caches in place in engines for GPUs where ONNX Runtime has no CUDA kernel.
+
+That is GroupQueryAttention in float32 or with sinks, and LatentAttention (fusion/latent_cache.py).
 
 The KV caches are written by index (ScatterElements), so that all shapes stay the same from token to token and requests
 can be replayed. An If on sizes chooses between caches that the request fills and shorter ones, which are padded first.
@@ -8,12 +10,14 @@ See com.microsoft.GroupQueryAttention in ONNX Runtime's ContribOperators.md.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.fusion.latent_cache import OPSET
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import (
     BIAS,
@@ -25,6 +29,7 @@ from splitc.compiler.lowering.attention_nodes import (
     TABLES,
     TOTAL,
     Attention,
+    AttentionOnLatents,
     Nodes,
     put_in_place,
 )
@@ -32,10 +37,8 @@ from splitc.compiler.lowering.cache_rows import Rows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
 from splitc.compiler.lowering.window_rows import WindowRows
 from splitc.compiler.nodes import operator_name
-from splitc.compiler.operators.gpu_kernels import GROUPED
+from splitc.compiler.operators.gpu_kernels import GROUPED, LATENT
 
-# The first opset in which all of the operators exist as they are used here.
-OPSET = 13
 # The attributes that the decomposition supports. Others must be 0.
 KNOWN = frozenset(
     {"num_heads", "kv_num_heads", "scale", "causal", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
@@ -43,8 +46,8 @@ KNOWN = frozenset(
 WINDOWED = "sliding_window_cache"
 
 
-def decompose_attention(graph: ir.Graph) -> bool:
-    """Decompose each GroupQueryAttention that has no CUDA kernel, in place, unless it has an unsupported attribute.
+def decompose_attention(graph: ir.Graph, operators: Collection[str] = (GROUPED, LATENT)) -> bool:
+    """Decompose each of these operators that has no CUDA kernel, in place, unless it has an unsupported attribute.
 
     Returns whether any was decomposed.
     """
@@ -52,15 +55,18 @@ def decompose_attention(graph: ir.Graph) -> bool:
         return False
     editor, requests = Editor(graph), dict[Any, dict[Any, ir.Value]]()
     for node in list(graph):
-        if operator_name(node) != GROUPED or runs_on_gpu(node) or not _is_known(node):
+        name = operator_name(node)
+        if name not in operators or runs_on_gpu(node) or not (name == LATENT or _is_known(node)):
             continue
-        size = _size_of(node)
-        if size is not None:
-            nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
-            kind = WindowRows if _holds_window(node) else Rows
-            shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
-            rows = kind(Attention(node), size, nodes, shared)
-            put_in_place(node, nodes.made, _write(rows.attention, rows), graph)
+        nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
+        kind = WindowRows if _holds_window(node) else Rows
+        shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
+        if name == LATENT:
+            shared_size, rank = node.attributes["sizes"].as_ints()
+            made = _write_on_latents(kind(AttentionOnLatents(node), (shared_size, rank), nodes, shared))
+            put_in_place(node, nodes.made, made, graph)
+        elif (size := _size_of(node)) is not None:
+            put_in_place(node, nodes.made, _write(kind(Attention(node), (size, size), nodes, shared)), graph)
     return bool(requests)
 
 
@@ -108,9 +114,17 @@ def _holds_window(node: ir.Node) -> bool:
     return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
 
 
-def _write(attention: Attention, rows: Rows) -> list[ir.Value]:
+def _write_on_latents(rows: Rows) -> list[ir.Value]:
+    """As `_write`, for LatentAttention, whose new rows are [batch, 1, length, size] already."""
+    b, attention = rows.nodes, rows.attention
+    added = [value for place in (KEY, KEY + 1) if (value := attention.input(place)) is not None]
+    made, *presents = rows.attend(attention.query_rows(attention.input(QUERY), b), added)
+    return [attention.merged(made, b), *presents]
+
+
+def _write(rows: Rows) -> list[ir.Value]:
     """Add the nodes that compute the operator's outputs: the attention's rows, and both caches."""
-    b = rows.nodes
+    b, attention = rows.nodes, rows.attention
     query, *new = _parts(attention, rows)
     if attention.node.attributes.get_int("do_rotary", 0):
         query, new[0] = (
@@ -127,7 +141,7 @@ def _parts(attention: Attention, rows: Rows) -> list[ir.Value]:
     given = [attention.input(place) for place in (QUERY, KEY, KEY + 1)]
     if given[1] is None:
         counts = attention.heads, attention.kv_heads, attention.kv_heads
-        sizes = rows.nodes.editor.numbers(*(heads * rows.size for heads in counts))
+        sizes = rows.nodes.editor.numbers(*(heads * rows.sizes[0] for heads in counts))
         return [*rows.nodes.add("Split", [given[0], sizes], 3, attributes=[ir.AttrInt64("axis", 2)])]
     return [value for value in given if value is not None]
 
@@ -137,6 +151,6 @@ def _rotated(value: ir.Value, heads: int, attention: Attention, rows: Rows) -> i
     attributes: dict[str, Any] = {"interleaved": attention.node.attributes.get_int("rotary_interleaved", 0)}
     table = None if cosines is None else described(cosines).shape
     width = None if table is None else table[-1]
-    if isinstance(width, int) and 2 * width != rows.size:
+    if isinstance(width, int) and 2 * width != rows.sizes[0]:
         attributes |= {"rotary_embedding_dim": 2 * width, "num_heads": heads}
     return rows.nodes.one("RotaryEmbedding", value, rows.positions(), cosines, sines, domain=DOMAIN, **attributes)

@@ -23,10 +23,10 @@ class WindowRows(Rows):
 
     def attend(self, query: ir.Value, added: Sequence[ir.Value]) -> Sequence[ir.Value]:
         """As in `Rows`. Attention reads past and new rows; the presents are the last rows of both."""
-        b, kept = self.nodes, self._kept(self.attention.kv_heads, self.size)
+        b, kept = self.nodes, self._kept(self.attention.kv_heads, self.sizes[0])
         pasts = [self.attention.input(place) for place in PASTS]
         keys, values = (b.one("Concat", past, new, axis=2) for past, new in zip(pasts, added, strict=True))
-        rows = self.attention.attend(query, keys, values, b, self.seen(), self.size)
+        rows = self.attention.attend(query, keys, values, b, self.seen(), self.sizes[0])
         zero = b.editor.scalar(0, described(self.attention.node.outputs[0]))
         presents = (b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
         # The operator leaves unfilled rows undefined. Zeros make runs comparable.

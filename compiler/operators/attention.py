@@ -14,6 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.gpu_kernels import LATENT
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
@@ -68,6 +69,15 @@ def group_query_attention(op: Operation) -> None:
         known={**heads, "d": head},
     )
     op.attributes.update(num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
+
+
+def latent_attention(op: Operation) -> None:
+    """Attention on latents and shared keys, which all heads share, with their caches (fusion/latent_cache.py)."""
+    op.pattern(
+        "b h l e, b k l d, b k l e, b k p d, b k p e, b, -, b h l d, -, -, b h l t -> b h l e, b k t d, b k t e",
+        whole="delptk",
+    )
+    op.attributes["num_heads"] = [op.input(0)[1]]
 
 
 def multi_head_attention(op: Operation) -> None:
@@ -176,6 +186,13 @@ def key_lengths(op: Operation, number: int) -> int | None:
     return {5: keys - 1, 6: keys}.get(number)
 
 
+def latent_lengths(op: Operation, number: int) -> int | None:
+    """Example lengths for attention on latents: those of the whole cache."""
+    new = ax.size_of(op.input(0)[2])
+    keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
+    return {5: keys - 1, 6: keys}.get(number)
+
+
 def cache_sizes(node: ir.Node) -> dict[int, int]:
     """The fixed sizes of GroupQueryAttention's caches by axis: heads, head size, and rows of sliding-window caches.
 
@@ -250,6 +267,16 @@ OPERATORS = (
         scratch=scratch.group_query_attention,
         half_scratch=scratch.half_group_query_attention,
         single_scratch=scratch.decomposed_attention,
+    ),
+    _attention(
+        LATENT,
+        latent_attention,
+        masks=(5, 6, 10),
+        states={1: 3, 2: 4},
+        writes_in_place=True,
+        example_input=latent_lengths,
+        scratch=scratch.latent_attention,
+        half_scratch=scratch.latent_attention,
     ),
     _attention(
         "com.microsoft.MultiHeadAttention",

@@ -13,6 +13,8 @@ from splitc.compiler.nodes import operator_name
 
 # Attention with a cache, and the indices of its inputs for a bias and for sinks.
 GROUPED, SINKS_AND_BIAS = "com.microsoft.GroupQueryAttention", (10, 11)
+# Attention on latents with its caches, an operator of the compiler alone: engines have its decomposition.
+LATENT = "splitc.compiler.LatentAttention"
 # By operator, the indices of the inputs that are read in host memory: sizes, axes, bounds.
 HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -53,7 +55,7 @@ MISSING = frozenset(
         *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Hardmax", "Multinomial", "Unique"),
         *("AffineGrid", "Col2Im", "Det", "GlobalLpPool", "LpPool", "MaxRoiPool"),
         *("Celu", "Mean", "MeanVarianceNormalization"),
-        *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
+        *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", LATENT),
     }
 )
 MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")

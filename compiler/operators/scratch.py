@@ -281,6 +281,12 @@ def decomposed_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tupl
     return query, key, key, 2 * key, scores, scores, cache, cache
 
 
+def latent_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """As `decomposed_attention`, for attention on latents, whose queries are by heads already."""
+    added, scores = [math.prod(shape) for shape in inputs[1:3]], math.prod(outputs[0][:3]) * outputs[2][2]
+    return *(2 * count for count in added), scores, scores, *map(math.prod, outputs[1:3])
+
+
 def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """The elements of the scores: one for each head, query and key."""
     query = inputs[0]

@@ -12,9 +12,12 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.gpu_kernels import LATENT
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.trials.forms import Form
@@ -99,12 +102,12 @@ def _in_one_line(error: Exception) -> str:
 def _run(tiny: TinyModel, ranks: int) -> dict[str, Array]:
     """The outputs of the whole nodes by name, and of each rank's by `rank/name`."""
     graph = tiny.sharded.graph.graph
-    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    proto = ir.to_proto(ir.Model(_runnable(graph.clone()), ir_version=10))
     feeds = dict(tiny.feeds)
     for rank in range(ranks):
         part = rank_graph(tiny.sharded, tiny.stage, rank)
         own = {value.name for value in part.inputs}
-        _add(proto.graph, ir.serde.serialize_graph(part), rank)
+        _add(proto.graph, ir.serde.serialize_graph(_runnable(part)), rank)
         for value in graph.inputs:
             name = value.name or ""
             if name in own:
@@ -141,18 +144,37 @@ def _widen(graph: onnx.GraphProto) -> None:
         value.name, value.type.tensor_type.elem_type = wide, float32
 
 
-def _add(whole: onnx.GraphProto, part: Any, rank: int) -> None:
-    """Append a rank's graph to another one, with the rank as a prefix of all names."""
+def _runnable(graph: ir.Graph) -> ir.Graph:
+    """A graph in which the compiler's own operators are decomposed, in place.
+
+    ONNX Runtime checks both branches of their If. So it must not know sizes that suit only one of them.
+    """
+    for value in (value for node in graph if operator_name(node) == LATENT for value in node.inputs):
+        if value is not None and value.is_graph_input():
+            value.shape = None
+    decompose_attention(graph, (LATENT,))
+    return graph
+
+
+def _rename(graph: Any, rank: int) -> None:
+    """Put the rank before all names in a graph and its branches."""
 
     def renamed(name: str) -> str:
         return f"{rank}/{name}" if name else ""
 
-    for node in part.node:
+    for node in graph.node:
         node.name = renamed(node.name)
         node.input[:] = [renamed(name) for name in node.input]
         node.output[:] = [renamed(name) for name in node.output]
-    for value in (*part.input, *part.output, *part.initializer):
+        for branch in (attribute.g for attribute in node.attribute if attribute.HasField("g")):
+            _rename(branch, rank)
+    for value in (*graph.input, *graph.output, *graph.initializer):
         value.name = renamed(value.name)
+
+
+def _add(whole: onnx.GraphProto, part: Any, rank: int) -> None:
+    """Append a rank's graph to another one, with the rank as a prefix of all names."""
+    _rename(part, rank)
     whole.node.extend(part.node)
     whole.initializer.extend(part.initializer)
     given = {tensor.name for tensor in part.initializer}

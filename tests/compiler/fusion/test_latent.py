@@ -1,4 +1,7 @@
-"""Attention is computed on the latent that keys and values are projected from, with the same outputs in all modes."""
+"""Attention is computed on the latent that keys and values are projected from, with the same outputs in all modes.
+
+On GPUs its caches are in place.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.runtime import Session
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, run_whole
 from tests.helpers.written_attention import operators
 
@@ -85,7 +91,7 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
     analysis = analyzed(tmp_path / "model.onnx")
     assert next(outcome for outcome in analysis.outcomes if outcome.kind == "latent").operator == "FusedMatMul"
     whys = {outcome.why for outcome in analysis.outcomes if outcome.kind == "cache"}
-    assert whys == {"no operator for attention on latents writes them in place"}
+    assert whys == {"engines for CPU devices concatenate caches of latents"}
     assert "w_both" not in analysis.graph.graph.initializers and "Attention" not in operators(analysis.graph.graph)
     compare(tmp_path, "layer", ["cpu0"])
 
@@ -131,3 +137,105 @@ def test_a_latent_of_new_tokens_alone_is_projected_once(tmp_path: Path) -> None:
         text = text.replace(f"Concat <axis: int = -2> ({name}, new_{name})", f"Identity (new_{name})")
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     assert "latent" not in {outcome.kind for outcome in analyzed(tmp_path / "model.onnx").outcomes}
+
+
+# Results in halves.
+CLOSE = 2e-2
+
+
+def in_halves(path: Path) -> None:
+    """Make a model of float32 one of float16."""
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    for weight in model.graph.initializer:
+        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).astype(np.float16), weight.name))
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value_float":
+            number = numpy_helper.from_array(np.array(node.attribute[0].f, np.float16))
+            node.attribute[0].CopyFrom(onnx.helper.make_attribute("value", number))
+    onnx.save(model, path)
+
+
+def planned_for_gpus(folder: Path, mode: str, devices: list[str], **options: object) -> Plan:
+    own = {value.name for value in onnx.load(folder / "model.onnx").graph.input}
+    shapes = {name: array.shape for name, array in feeds(2, 3).items() if name in own}
+    request = Request(split_mode=mode, shapes=shapes, **options)  # type: ignore[arg-type]
+    return plan_model(folder / "model.onnx", devices, request)
+
+
+def package_for_gpus(folder: Path, **options: object) -> Path:
+    """A package for two GPUs with its caches in place."""
+    plan = planned_for_gpus(folder, "tensor", ["cuda0", "cuda1"], spread=True, **options)
+    outcomes = [outcome for outcome in plan.analysis.outcomes if outcome.kind in ("latent", "cache")]
+    assert [outcome.why for outcome in outcomes] == [None, None], outcomes
+    compile_model(plan, folder / "package", verify=False)
+    return folder / "package"
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_caches_are_in_place_on_gpus(tmp_path: Path, form: str, half: bool) -> None:
+    """If the caller feeds the pasts, and in sequences with and without room; also several rows of several tokens."""
+    write(tmp_path / "model.onnx", FORMS[form])
+    if half:
+        in_halves(tmp_path / "model.onnx")
+    dtype, close = (np.float16, CLOSE) if half else (np.float32, 1e-4)
+    states = {"latents": "all_latents", "places": "all_places"}
+    with Session(package_for_gpus(tmp_path), devices=["cpu0", "cpu1"]) as session:
+        own = {value.name for value in session.inputs}
+
+        def request(new: int, past: int, batch: int) -> dict[str, np.ndarray]:
+            return {name: array.astype(dtype) for name, array in feeds(new, past, batch).items() if name in own}
+
+        for sizes in ((2, 0, 1), (1, 5, 2), (3, 4, 2)):
+            fed = request(*sizes)
+            assert_close(session.run(fed), run_whole(tmp_path / "model.onnx", fed), close)
+        for batch, capacity in ((1, 16), (2, 16), (2, None)):
+            with session.start(capacity) as sequence:
+                fed, past = request(3, 0, batch), 0
+                for new in (1, 2, 1, 1):
+                    expected = run_whole(tmp_path / "model.onnx", fed)
+                    given = {name: array for name, array in fed.items() if name not in states}
+                    assert_close(sequence.run(given), {"y": expected["y"]}, close)
+                    past += fed["x"].shape[1]
+                    fed = request(new, past, batch) | {name: expected[made] for name, made in states.items()}
+
+
+def test_engines_see_no_size_that_grows(tmp_path: Path) -> None:
+    """With room, each token has the same shapes, and nothing prevents capture as a CUDA graph."""
+    write(tmp_path / "model.onnx")
+    manifest = read_manifest(package_for_gpus(tmp_path))
+    assert manifest.preamble is not None and {"mask", "splitc.past"} <= {*manifest.preamble.consumed}
+    for rank in manifest.ranks:
+        for engine in rank.engines:
+            graph = ir.load(tmp_path / "package" / engine.path).graph
+            assert {"mask", "splitc.past"}.isdisjoint(value.name for value in graph.inputs)
+            assert not why_not_captured(graph) and engine.branches_by_sizes
+    assert not any(length.one_row for length in manifest.lengths)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 3.0), (1.0, 30.0)], ids=str)
+def test_ranks_have_uneven_heads_on_gpus(tmp_path: Path, shares: tuple[float, ...]) -> None:
+    """Also none."""
+    write(tmp_path / "model.onnx")
+    with Session(package_for_gpus(tmp_path, tensor_split=shares), devices=["cpu0", "cpu1"]) as session:
+        fed = feeds(2, 3, 2)
+        assert_close(session.run(fed), run_whole(tmp_path / "model.onnx", fed))
+
+
+KEPT: dict[str, tuple[str, str]] = {
+    "its cache has other readers": ("z = Neg (places)", ", float[b, 1, past, 2] z"),
+    "have other readers": ("z = Neg (all_places)", ", float[b, 1, all, 2] z"),
+}
+
+
+@pytest.mark.parametrize("why", KEPT)
+def test_caches_that_stay_say_why(tmp_path: Path, why: str) -> None:
+    """The attention is computed on the latent all the same, with concatenated caches."""
+    extra, more = KEPT[why]
+    write(tmp_path / "model.onnx", more=more, extra=extra)
+    plan = planned_for_gpus(tmp_path, "layer", ["cuda0"])
+    by_kind = {(outcome.kind, outcome.why) for outcome in plan.analysis.outcomes}
+    assert ("latent", None) in by_kind
+    assert any(kind == "cache" and why in (text or "") for kind, text in by_kind), by_kind

@@ -198,6 +198,8 @@ GRAPHS: dict[str, Tiny] = {
     "RotaryEmbedding": by_heads(lambda: rotary("RotaryEmbedding", False)),
     "com.microsoft.RotaryEmbedding": by_heads(lambda: rotary("com.microsoft.RotaryEmbedding", False)),
 }
+# tests/compiler/fusion/test_latent.py splits it, decomposed.
+WITHOUT_KERNEL = {"splitc.compiler.LatentAttention"}
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),
     "Attention, normed heads": Tiny(with_normed_heads, {*PROJECTIONS, "q scale", "k scale"}, shares=SHARES),

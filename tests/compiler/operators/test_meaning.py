@@ -31,6 +31,8 @@ INPUTS: dict[str, str] = {
     "com.microsoft.MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key past_value",
     "com.microsoft.QAttention": "input weight bias input_scale weight_scale mask_index input_zero_point",
     "com.microsoft.RotaryEmbedding": "input position_ids cos_cache sin_cache",
+    "splitc.compiler.LatentAttention": "query key latent past_key past_latent seqlens_k total_sequence_length "
+    "key_query - - attention_bias",
 }
 ROLES = {
     **dict.fromkeys(("attn_mask", "attention_bias"), "bias"),

@@ -27,7 +27,14 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import find_profile
-from tests.compiler.operators import test_indexing, test_linear, test_qlinear, test_quantized, test_tabular
+from tests.compiler.operators import (
+    test_attention,
+    test_indexing,
+    test_linear,
+    test_qlinear,
+    test_quantized,
+    test_tabular,
+)
 from tests.conftest import whole_session
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
 from tests.helpers.graphs import read_graph
@@ -281,7 +288,7 @@ def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> 
 
 
 # For operators other than attention see tests/runtime/requests/test_sequence.py.
-IN_PLACE = [name for name in having("writes_in_place") if name in having("is_attention")]
+IN_PLACE = sorted({*having("writes_in_place")} & {*having("is_attention")} - test_attention.WITHOUT_KERNEL)
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, "com.microsoft.MultiHeadAttention"])
