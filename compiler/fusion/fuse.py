@@ -278,11 +278,7 @@ class _Work:
             return []
         try:
             check_type(latent.latent, HALVES | SINGLES)
-            if not latent.gains(query[attention.query.axes[-2]]):
-                raise NotFusedError(
-                    "with this many tokens a request, projecting keys and values from its latent takes fewer operations"
-                )
-            why = self._write_latent(latent)
+            why = self._write_latent(latent, query[attention.query.axes[-2]])
         except NotFusedError as error:
             return [Outcome(place, None, str(error), "latent")]
         own = Outcome(place, LATENT, None, "latent")
@@ -291,16 +287,23 @@ class _Work:
         self.latents.update(dict.fromkeys(self.caches.keys() & {latent.latent, *latent.shared}, why))
         return [own]
 
-    def _write_latent(self, latent: LatentAttention) -> str | None:
-        """Compute an attention on its latent. Returns why its caches are not in place; None if they are."""
+    def _write_latent(self, latent: LatentAttention, new: int) -> str | None:
+        """Compute an attention on its latent, for `new` tokens a request.
+
+        Returns why its caches are not in place; None if they are. Raises NotFusedError if it stays as it is.
+        """
         why = "engines for CPU devices concatenate caches of latents"
-        if self.gains.has_room:
+        if self.gains.has_room and (new <= self.gains.most_absorbed or latent.gains(new)):
             try:
                 kept = find_latent_caches(latent.latent, latent.shared, self.caches, self.lengths, self.editor)
                 write_latent(latent, self.editor, self._sizes, kept)
                 return None
             except NotFusedError as error:
                 why = str(error)
+        if not latent.gains(new):
+            raise NotFusedError(
+                "with this many tokens a request, projecting keys and values from its latent takes fewer operations"
+            )
         write_latent(latent, self.editor, self._sizes)
         return why
 

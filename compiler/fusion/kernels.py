@@ -25,6 +25,8 @@ class Gains:
     - `parts`: norms and rotary embeddings. `modulations`: adaptive norms.
     - `caches`: caches in place. `has_room`: a cache's capacity is the size of an input of its own, so that consecutive
       requests have the same sizes. Unless `capped`, decomposed attention with a softcap is not fused with its cache.
+    - `most_absorbed`: attention with up to this many tokens a request is computed on its latents, if these are then in
+      place, even if that takes more operations.
     - `scattered`: caches that are written by index.
     - `rows`: elementwise operators and norms as one kernel that reads each row once (lowering/fused_rows.py).
     - `divided`: products whose result is split by columns, with at least `least_rows` rows.
@@ -40,6 +42,7 @@ class Gains:
     caches: Types = NONE
     has_room: bool = False
     capped: bool = True
+    most_absorbed: int = 0
     scattered: Types = NONE
     rows: Types = NONE
     divided: Types = NONE
@@ -64,7 +67,9 @@ SINGLES = frozenset({ir.DataType.FLOAT})
 # one of SDXL, with heads of 64, 469 ms instead of 48.5. Caches of attention with a softcap were not measured. They
 # are in place because only then tokens can be replayed. GroupQueryAttention has no CUDA kernel in single precision, so
 # it is decomposed again, with the cache in place (lowering/decomposed_attention.py): a token of 8 layers of 2,048 takes
-# 2.1 ms on an H200, and 4.4 with a concatenated cache.
+# 2.1 ms on an H200, and 4.4 with a concatenated cache. A token of 8 layers with latents in place takes 1.3 ms, and 3.8
+# concatenated. The most tokens for which they are in place is a choice: with DeepSeek-V3's sizes, a prompt of 2,048
+# takes some 50 TFLOP more so, as long as is saved by some 30 tokens.
 ON_GPUS = Gains(
     HALVES,
     1 << 16,
@@ -73,6 +78,7 @@ ON_GPUS = Gains(
     modulations=HALVES,
     caches=HALVES | SINGLES,
     has_room=True,
+    most_absorbed=1 << 11,
     rows=HALVES,
     divided=HALVES,
     least_rows=1 << 11,

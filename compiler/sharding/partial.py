@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -168,24 +168,41 @@ class _Flow:
         sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
         # A Concat of partial values is as large as they are, though sizes that depend on data seem smaller.
         joins_all = node.op_type == "Concat" and len(incoming) == len(node.inputs)
-        grows = self.size(output) > sum(sizes) and not joins_all and not self._meets_partial(output)
-        if grows or any(chosen_atoms(axes, self.chosen) for axes in operation.outputs):
+        grows = self.size(output) > sum(sizes) and not joins_all
+        if grows and not self._meets_partial(output) and not self._shrinks(output, sum(sizes)):
             return None
-        if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
+        if not self._stays_partial(operation):
             return None
         # Inputs that are partial over different atoms may be 0 on different ranks: only an addition can omit one.
         if len(set(incoming.values())) > 1 and not operation.add_on_one_rank:
             return None
-        inputs = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
-        if any(together & inputs == incoming.keys() for together in operation.linear):
+        if _is_linear(operation, incoming.keys()):
             return frozenset()
-        rest = inputs - incoming.keys()
+        rest = _given(node) - incoming.keys()
         weights = rest <= frozenset(operation.weights)
         # A rank that omits an input must get a result of the same shape.
         axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
         keeps = self.size(output) == max(sizes) and len(axes) == 1
         joins = keeps and bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank
         return rest if joins and (weights or self._meets_partial(output)) else None
+
+    def _stays_partial(self, operation: Operation) -> bool:
+        """Whether the result of a node that is linear in partial values is one partial value."""
+        is_sharded = any(chosen_atoms(axes, self.chosen) for axes in operation.outputs)
+        return not (is_sharded or chosen_atoms([operation.contracted], self.chosen) or len(operation.node.outputs) > 1)
+
+    def _shrinks(self, value: ir.Value, size: int) -> bool:
+        """Whether linear nodes that follow make a partial value smaller than `size`, each read by the next alone."""
+        node = producer_of(value)
+        while self.size(value) >= size:
+            if not _is_handed_on(value, node) or value in self.crossing:
+                return False
+            node, number = next(iter(value.uses()))
+            operation = self.operations[node]
+            if not _is_linear(operation, {number}) or not self._stays_partial(operation):
+                return False
+            value = node.outputs[0]
+        return True
 
     def _meets_partial(self, value: ir.Value) -> bool:
         """Whether the value's only reader adds a partial value, perhaps after a scale: one all-reduce serves both."""
@@ -229,6 +246,17 @@ def _needs(node: ir.Node, other: ir.Node, position: Mapping[ir.Node, int]) -> bo
     first = position[other]
     above = reached([node], lambda node: [one for one in producers(node.inputs) if position.get(one, -1) >= first])
     return other in above
+
+
+def _given(node: ir.Node) -> frozenset[int]:
+    """The numbers of a node's inputs that are not left out."""
+    return frozenset(number for number, value in enumerate(node.inputs) if value is not None)
+
+
+def _is_linear(operation: Operation, numbers: Set[int]) -> bool:
+    """Whether a node is linear in these inputs together."""
+    given = _given(operation.node)
+    return any(together & given == numbers for together in operation.linear)
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:

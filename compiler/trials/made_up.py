@@ -16,6 +16,8 @@ from splitc.runtime.arrays.array import Array
 SCALE, LARGEST = 0.37, 3
 # The largest integer that is a sum of the ranks' parts. A choice: it fits into 8 bits, and is more than the parts.
 LARGEST_SUM = 50
+# The distance of random half-precision numbers. A choice: differences of numbers up to 8 have 11 bits.
+STEP = 1 / 64
 
 
 def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
@@ -48,7 +50,7 @@ def made_up_sum(shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
     """Data for an input that is a sum of the ranks' parts: numbers of any size, so that rounding shows."""
     generator = np.random.default_rng(zlib.crc32(f"{seed}/sum".encode()))
     if dtype.is_floating_point():
-        return generator.standard_normal(shape).astype(dtype.numpy())
+        return _normal(generator, shape, np.dtype(dtype.numpy()))
     return generator.integers(-LARGEST_SUM if dtype.is_signed() else 0, LARGEST_SUM, shape).astype(dtype.numpy())
 
 
@@ -58,5 +60,14 @@ def parts_of(array: Array, seed: str) -> list[Array]:
     if array.dtype.kind in "iub":
         first = generator.integers(0, LARGEST + 1, array.shape).astype(array.dtype)
     else:
-        first = generator.standard_normal(array.shape).astype(array.dtype)
+        first = _normal(generator, array.shape, array.dtype)
     return [first, np.zeros_like(array), array - first]
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Random numbers. Those of 16 bits are multiples of STEP, so that differences are exact.
+
+    Else a sum in float32 of parts in halves would differ from the rounded whole.
+    """
+    numbers = generator.standard_normal(shape)
+    return (np.round(numbers / STEP) * STEP if dtype.itemsize == 2 else numbers).astype(dtype)

@@ -157,9 +157,9 @@ def in_halves(path: Path) -> None:
     onnx.save(model, path)
 
 
-def planned_for_gpus(folder: Path, mode: str, devices: list[str], **options: object) -> Plan:
+def planned_for_gpus(folder: Path, mode: str, devices: list[str], new: int = 2, **options: object) -> Plan:
     own = {value.name for value in onnx.load(folder / "model.onnx").graph.input}
-    shapes = {name: array.shape for name, array in feeds(2, 3).items() if name in own}
+    shapes = {name: array.shape for name, array in feeds(new, 3).items() if name in own}
     request = Request(split_mode=mode, shapes=shapes, **options)  # type: ignore[arg-type]
     return plan_model(folder / "model.onnx", devices, request)
 
@@ -213,6 +213,14 @@ def test_engines_see_no_size_that_grows(tmp_path: Path) -> None:
             assert {"mask", "splitc.past"}.isdisjoint(value.name for value in graph.inputs)
             assert not why_not_captured(graph) and engine.branches_by_sizes
     assert not any(length.one_row for length in manifest.lengths)
+
+
+@pytest.mark.parametrize(("new", "fused"), [(40, True), (3000, False)])
+def test_on_gpus_replays_count_for_more_than_operations(tmp_path: Path, new: int, fused: bool) -> None:
+    """On CPU devices both stay as they are."""
+    write(tmp_path / "model.onnx")
+    plan = planned_for_gpus(tmp_path, "layer", ["cuda0"], new=new)
+    assert {outcome.operator is not None for outcome in plan.analysis.outcomes if outcome.kind == "latent"} == {fused}
 
 
 @pytest.mark.parametrize("shares", [(1.0, 3.0), (1.0, 30.0)], ids=str)
