@@ -97,7 +97,7 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer the symbolic shape and type of every value from the inputs, in place. See `infer_shapes_and_types`.
 
     The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
-    which later passes allow for. Only outputs without any inferred size keep the file's shape.
+    which later passes allow for. Outputs without any inferred size keep the file's shape, others its symbols.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
@@ -105,11 +105,18 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
             value.shape = None
     observed = infer_shapes_and_types(model, folds)
     for value, shape in declared.items():
-        if value.shape is None or (
-            shape is not None and len(shape) == len(value.shape) and all(map(_is_made_up, value.shape))
-        ):
+        made = value.shape
+        if made is None or (shape is not None and len(shape) == len(made) and all(map(_is_made_up, made))):
             value.shape = shape
+        elif shape is not None and len(shape) == len(made):
+            pairs = zip(made, shape, strict=True)
+            # A number may be wrong where inference does not know one: it is of the inputs that were traced.
+            value.shape = ir.Shape([own if _is_made_up(size) and _is_name(own) else size for size, own in pairs])
     return observed
+
+
+def _is_name(size: int | ir.SymbolicDim) -> bool:
+    return not isinstance(size, int) and _is_readable(size)
 
 
 def _is_made_up(size: int | ir.SymbolicDim) -> bool:

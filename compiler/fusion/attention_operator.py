@@ -1,34 +1,60 @@
-"""Reads ONNX's operator Attention, which newer exporters write, as an `Attention`, so that it can be replaced.
+"""Reads attention that is one operator as an `Attention`, so that it can be replaced.
 
-ONNX Runtime has kernels for the operator, but they copy the caches in each request to append to them. See Attention in
-ONNX's Operators.md.
+Newer exporters write ONNX's Attention, and optimizers of exported models ONNX Runtime's MultiHeadAttention. Kernels of
+both copy the caches in each request to append to them. See Attention in ONNX's Operators.md, and
+com.microsoft.MultiHeadAttention in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, source_through
+from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import operator_name
 
-OPERATOR = "Attention"
-# Indices of inputs and outputs.
-MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
+OPERATOR, MULTI_HEAD = "Attention", "com.microsoft.MultiHeadAttention"
+# Indices of outputs.
 KEYS, VALUES, SCORES = 1, 2, 3
+# Inputs of MultiHeadAttention that are not understood.
+OTHERS = {3: "bias", 4: "key_padding_mask", 8: "past_sequence_length", 9: "cache_indirection"}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where an operator has its mask, its pasts and its attributes, and `others` of its inputs that are not understood.
+
+    `guards`: rows whose keys are all hidden give zeros.
+    """
+
+    mask: int
+    pasts: tuple[int, int]
+    others: Mapping[int, str]
+    heads: tuple[str, str]
+    causal: str
+    guards: bool
+
+
+FORMS = {
+    OPERATOR: _Form(3, (4, 5), {6: "nonpad_kv_seqlen"}, ("q_num_heads", "kv_num_heads"), "is_causal", True),
+    MULTI_HEAD: _Form(5, (6, 7), OTHERS, ("num_heads", "num_heads"), "unidirectional", False),
+}
 # A larger constant mask is not read from the model's file. A choice.
 LARGEST = 1 << 22
 NO_HEADS = "the number or the size of its heads is dynamic"
 
 
 def is_operator(node: ir.Node) -> bool:
-    """Whether a node is ONNX's Attention."""
-    return is_onnx(node, OPERATOR)
+    """Whether a node is attention as one operator that may be replaced."""
+    return operator_name(node) in FORMS
 
 
 def read_operator(node: ir.Node, work: Writer) -> Attention:
@@ -36,15 +62,16 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 
     The scores are no value of the graph, so a placeholder has their sizes. Rows whose keys are all hidden give zeros.
     """
-    _check(node)
-    query, keys, values = (_by_heads(node, place, work) for place in range(3))
-    mask = _input(node, MASK)
+    form = FORMS[operator_name(node)]
+    _check(node, form)
+    query, keys, values = (_by_heads(node, place, form, work) for place in range(3))
+    mask = _input(node, form.mask)
     mask = None if mask is None or _hides_nothing(mask) else mask
-    has_past = _input(node, PAST_KEYS) is not None
+    has_past = _input(node, form.pasts[0]) is not None
     if has_past:
         keys, values = as_operand(node.outputs[KEYS], 4), as_operand(node.outputs[VALUES], 4)
     axes, all_axes = _axes(query, work), _axes(keys, work)
-    size, is_causal = axes[3].fixed, bool(node.attributes.get_int("is_causal", 0))
+    size, is_causal = axes[3].fixed, bool(node.attributes.get_int(form.causal, 0))
     if size is None:
         raise NotFusedError(NO_HEADS)
     if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
@@ -59,7 +86,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
         biases=() if mask is None else (Bias(mask, scores, hides=hides, low=-math.inf),),
         scale=node.attributes.get_float("scale", 0.0) or size**-0.5,
         row_scales=(),
-        guarded=mask is not None,
+        guarded=form.guards and mask is not None,
         output=node.outputs[0],
         order=(0, 1, 2, 3),
         layouts=(scores, scores),
@@ -71,29 +98,32 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     )
 
 
-def _check(node: ir.Node) -> None:
+def _check(node: ir.Node, form: _Form) -> None:
     """Raise NotFusedError for a form that no other operator computes."""
-    if _input(node, LENGTHS) is not None:
-        raise NotFusedError("it has the input nonpad_kv_seqlen")
+    for place, name in form.others.items():
+        if _input(node, place) is not None:
+            raise NotFusedError(f"it has the input {name}")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
         raise NotFusedError("its output qk_matmul_output has readers")
     precision = node.attributes.get_int("softmax_precision", ir.DataType.FLOAT)
     if precision not in (ir.DataType.FLOAT, node.inputs[0].dtype if node.inputs[0] else None):
         raise NotFusedError("its softmax_precision is neither float32 nor the type of its queries")
-    pasts = [_input(node, place) is not None for place in (PAST_KEYS, PAST_VALUES)]
+    pasts = [_input(node, place) is not None for place in form.pasts]
     if any(pasts) and not (all(pasts) and len(node.outputs) > VALUES):
         raise NotFusedError("its keys and its values do not have a cache each")
 
 
-def _by_heads(node: ir.Node, place: int, work: Writer) -> Operand:
+def _by_heads(node: ir.Node, place: int, form: _Form, work: Writer) -> Operand:
     """Queries, keys or values as [batch, heads, rows, size]."""
-    value = node.inputs[place]
+    value = _input(node, place)
     axes = None if value is None else work.sizes.axes(value)
     if value is None or axes is None:
         raise NotFusedError(NO_SIZES)
     if len(axes) == 4:
         return as_operand(value, 4)
-    heads, width = node.attributes.get_int("kv_num_heads" if place else "q_num_heads", 0), axes[2].fixed
+    if len(axes) != 3:
+        raise NotFusedError("its queries, keys or values are packed into one tensor")
+    heads, width = node.attributes.get_int(form.heads[bool(place)], 0), axes[2].fixed
     if not heads or width is None:
         raise NotFusedError(NO_HEADS)
     by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]

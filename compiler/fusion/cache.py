@@ -163,11 +163,13 @@ def _find_cache(operand: Operand, caches: Caches, shape_of: ShapeOf) -> Cache | 
 
 def _check_readers(cache: Cache, attention: Attention) -> None:
     """Raise NotFusedError if anything but the attention reads more of a cache than its sizes."""
-    maker = cache.present.producer()
-    last = 0 if maker is attention.output.producer() else 1  # ONNX's Attention reads the past, not its own present
+    maker, end = cache.present.producer(), attention.output.producer()
+    operator = {end} if end is not None and is_operator(end) else set()
     for value, reader in zip([cache.past, cache.present, *cache.between], [maker, *cache.path, None], strict=True):
         readers = {node for node, _ in value.uses() if not is_onnx(node, "Shape")}
-        if len(readers) != (last if reader is None else 1) or (reader is not None and readers != {reader}):
+        # An operator is read as products of its inputs, with views of them. So it may read any value of the path.
+        others = readers - operator - {reader}
+        if len(others) != (1 if reader is None and not operator else 0):
             raise NotFusedError("its cache has other readers")
         if value.is_graph_output() and value is not cache.present:
             raise NotFusedError("a reshaped or repeated form of its cache is an output too")

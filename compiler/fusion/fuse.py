@@ -18,7 +18,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
-from splitc.compiler.fusion.attention_operator import is_operator, read_operator
+from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, unfused_caches
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
@@ -39,7 +39,7 @@ from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import name_of
+from splitc.compiler.nodes import name_of, operator_name
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.operators.gpu_kernels import LATENT as CACHED_LATENT
 from splitc.compiler.request.shapes import Shape
@@ -224,9 +224,9 @@ class _Work:
         return None
 
     def attention(self, node: ir.Node) -> Iterator[Outcome]:
-        """Fuse the attention around a Softmax, and its caches, or replace ONNX's operator Attention.
+        """Fuse the attention around a Softmax, and its caches, or replace attention that is one operator.
 
-        Yields nothing for other nodes, nor for an Attention without caches that stays as it is.
+        Yields nothing for other nodes, nor for an operator without caches that stays as it is.
         """
         if is_operator(node):
             yield from self._operator(node)
@@ -244,21 +244,25 @@ class _Work:
         yield from self._replaced(softmax.name, attention)
 
     def _operator(self, node: ir.Node) -> list[Outcome]:
-        """Replace ONNX's operator Attention by one of ONNX Runtime's, with its caches, where that is faster."""
-        if not self.caches and not self.gains.attention:
+        """Replace attention that is one operator by another one, with its caches, where that is faster."""
+        is_fused = operator_name(node) == MULTI_HEAD
+        if not self.caches and (is_fused or not self.gains.attention):
             return []
         place = name_of(node)
         work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
         try:
-            outcomes = list(self._replaced(place, read_operator(node, work)))
+            outcomes = list(self._replaced(place, read_operator(node, work), is_fused))
         except NotFusedError as error:
             outcomes = [Outcome(place, None, str(error), "cache")] if self.caches else []
         if not any(outcome.operator for outcome in outcomes):
             work.undo()
         return [outcome for outcome in outcomes if outcome.operator or outcome.kind == "cache"]
 
-    def _replaced(self, place: str, attention: Attention) -> Iterator[Outcome]:
-        """Fuse an attention: on its latent (multi-head latent attention), else with its caches, else alone."""
+    def _replaced(self, place: str, attention: Attention, is_fused: bool = False) -> Iterator[Outcome]:
+        """Fuse an attention: on its latent (multi-head latent attention), else with its caches, else alone.
+
+        `is_fused`: alone it is one operator already.
+        """
         attention = with_blanks(attention, self._sizes)
         on_latent = self._on_latent(place, attention)
         yield from on_latent
@@ -267,7 +271,7 @@ class _Work:
         cached = self._with_caches(place, attention) if self.caches else None
         if cached is not None:
             yield cached
-        if self.gains.attention and (cached is None or cached.operator is None):
+        if self.gains.attention and not is_fused and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
 
     def _on_latent(self, place: str, attention: Attention) -> list[Outcome]:

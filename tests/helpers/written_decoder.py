@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 Arrays = dict[str, np.ndarray]
 _KINDS = ("key", "value")
+MICROSOFT = "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Style:
     - `reads`: the value from whose shape the number of earlier tokens comes, or that of new ones (`hidden`).
     - `window`: how many last tokens every other layer sees, beginning with the first layer.
     - `operator`: attention is ONNX's operator. It reads `concatenated` caches, or takes the `past` itself, with four
-      axes or three (`flat`). It has these `attributes`; if it is causal, there is no other mask.
+      axes or three (`flat`). It has these `attributes`; if it is causal, there is no other mask. Or it is ONNX
+      Runtime's MultiHeadAttention, which reads concatenated caches (`fused`), or takes the past itself (`fused past`).
     - `sinks`: a learned number for each head is joined to the scores.
     - `blanks`: rows that are masked entirely become zeros after the attention.
     - `odd`: see `write`.
@@ -56,6 +58,10 @@ class Style:
     @property
     def is_causal(self) -> bool:
         return ("is_causal", 1) in self.attributes
+
+    @property
+    def is_fused(self) -> bool:
+        return self.operator.startswith("fused")
 
     @property
     def kv_heads(self) -> int:
@@ -108,7 +114,11 @@ class _Writer:
             self._weights,
         )
         version = 10 if style.operator else 8
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", style.opset)], ir_version=version)
+        opsets = [
+            helper.make_opsetid("", style.opset),
+            *([helper.make_opsetid(MICROSOFT, 1)] if style.is_fused else []),
+        ]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=version)
 
     def _write(self) -> None:
         style = self.style
@@ -174,6 +184,8 @@ class _Writer:
 
     def _attention(self, number: int, value: str, mask: str) -> str:
         style = self.style
+        if style.is_fused:
+            return self._multi_head(number, value, mask)
         if style.operator:
             return self._operator(number, value, mask)
         query = self._by_heads(value, style.heads)
@@ -258,6 +270,27 @@ class _Writer:
             made = self.add("Transpose", made, perm=[0, 2, 1, 3])
             made = self.add("Reshape", made, self.number([0, 0, style.width]))
         return self.add("MatMul", made, self.normal(style.width, style.width))
+
+    def _multi_head(self, number: int, value: str, mask: str) -> str:
+        """MultiHeadAttention. Without a past of its own, it reads caches with repeated heads, as rows."""
+        style, outputs, pasts = self.style, [f"attended_{number}"], list[str]()
+        inputs = [self.add("MatMul", value, self.normal(style.width, style.width))]
+        if style.operator == "fused past":
+            inputs += [self.add("MatMul", value, self.normal(style.width, style.width)) for _ in _KINDS]
+            pasts = [f"past_{kind}.{number}" for kind in _KINDS]
+            outputs += [f"present_{kind}.{number}" for kind in _KINDS]
+        else:
+            for cache in [self._repeated(self._cache(kind, number, value)) for kind in _KINDS]:
+                rows = self.add("Transpose", cache, perm=[0, 2, 1, 3])
+                inputs.append(self.add("Reshape", rows, self.number([0, 0, -1])))
+        bias = self.add("Where", mask, self.float(0), self.float(-3e4))
+        attributes: dict[str, Any] = {"num_heads": style.heads, **dict(style.attributes)}
+        inputs += ["", "", bias, *pasts]
+        node = helper.make_node(
+            "MultiHeadAttention", inputs, outputs, f"node_{outputs[0]}", domain=MICROSOFT, **attributes
+        )
+        self._nodes.append(node)
+        return self.add("MatMul", outputs[0], self.normal(style.width, style.width))
 
     def _masked(self, scores: str, mask: str) -> str:
         """Masked scores: as sdpa writes it, where hidden rows become NaN; or by a low number, which averages them."""

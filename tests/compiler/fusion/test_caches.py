@@ -55,6 +55,8 @@ STYLES = {
     "operator that hides later tokens": CAUSAL,
     "operator of three axes": replace(OPERATOR, operator="flat", groups=4, reads="mask"),
     "operator of three axes that hides later tokens": replace(CAUSAL, operator="flat"),
+    "MultiHeadAttention": replace(OPTIMUM, operator="fused"),
+    "MultiHeadAttention with the past": replace(OPTIMUM, operator="fused past", groups=1, attributes=(("scale", 0.2),)),
 }
 
 

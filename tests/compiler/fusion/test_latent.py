@@ -6,6 +6,7 @@ On GPUs its caches are in place.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -157,14 +158,14 @@ def in_halves(path: Path) -> None:
     onnx.save(model, path)
 
 
-def planned_for_gpus(folder: Path, mode: str, devices: list[str], new: int = 2, **options: object) -> Plan:
+def planned_for_gpus(folder: Path, mode: str, devices: list[str], new: int = 2, **options: Any) -> Plan:
     own = {value.name for value in onnx.load(folder / "model.onnx").graph.input}
     shapes = {name: array.shape for name, array in feeds(new, 3).items() if name in own}
-    request = Request(split_mode=mode, shapes=shapes, **options)  # type: ignore[arg-type]
+    request = Request(split_mode=mode, shapes=shapes, **options)
     return plan_model(folder / "model.onnx", devices, request)
 
 
-def package_for_gpus(folder: Path, **options: object) -> Path:
+def package_for_gpus(folder: Path, **options: Any) -> Path:
     """A package for two GPUs with its caches in place."""
     plan = planned_for_gpus(folder, "tensor", ["cuda0", "cuda1"], spread=True, **options)
     outcomes = [outcome for outcome in plan.analysis.outcomes if outcome.kind in ("latent", "cache")]
