@@ -175,8 +175,14 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 
 
 def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
-    """Whether a dynamic size of a past is another size in its present. "4" and 4 are the same size."""
-    return isinstance(before, ir.SymbolicDim) and before != after and before.value != str(after)
+    """Whether a dynamic size of a past is another size in its present.
+
+    "4" is the size 4: exporters name fixed sizes so. A symbol in its place is a size that inference does not know.
+    """
+    if not isinstance(before, ir.SymbolicDim) or before == after:
+        return False
+    is_number = before.value is not None and before.value.isdecimal()
+    return before.value != str(after) and not (is_number and isinstance(after, ir.SymbolicDim))
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:

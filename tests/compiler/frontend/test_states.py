@@ -88,6 +88,18 @@ def test_output_of_unknown_sizes_keeps_the_files(tmp_path: Path) -> None:
     assert states_of(block, tmp_path) == [State("p", "n")]
 
 
+@pytest.mark.parametrize("size", [4, "4"])
+def test_fixed_size_that_inference_does_not_know_does_not_grow(tmp_path: Path, size: int | str) -> None:
+    """As of a convolution's state in a hybrid decoder of transformers' exporter."""
+    block = Block()
+    state, start = block.input("p", FLOAT, ["b", 3, size]), block.input("start", INT, [1])
+    new = block.op("Gather", block.w("w", 5, 3, 1), block.input("i", INT, ["b"]))
+    joined = block.op("Concat", state, new, axis=2)
+    block.give(block.op("Slice", joined, start, block.ints(99), block.ints(2)), "n", ["b", 3, 4])
+    block.give(block.op("ReduceSum", joined, block.ints(2)), "y", ["b", 3, 1])
+    assert states_of(block, tmp_path) == [State("p", "n")]
+
+
 def test_what_several_layers_write_to_is_a_state(tmp_path: Path) -> None:
     """Each layer's column, though it is computed from earlier layers' columns by products, as in RWKV."""
     block = Block()
