@@ -14,8 +14,9 @@ from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
-from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.fusion.adopted import Adopted, adopt, find_adopted
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
@@ -104,10 +105,11 @@ def fuse(
     nodes = [node for node in nodes if node in parts or node.graph is not None]
     outcomes = [outcome for node in nodes for outcome in ([parts[node]] if node in parts else work.attention(node))]
     outcomes += [
+        *work.adopt(),
         *work.unfused_caches(any(outcome.kind == "cache" for outcome in outcomes)),
         *_looks_inside(graph, work),
     ]
-    lengths = work.lengths.entries() if work.caches else ()
+    lengths = work.lengths.entries() if work.caches or work.adopted.nodes else ()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     preamble = None
@@ -169,9 +171,14 @@ class _Work:
         return growing_caches(self.graph.graph, self.states) if self.gains.caches else {}
 
     @cached_property
+    def adopted(self) -> Adopted:
+        """The model's own attentions that get the lengths of their caches."""
+        return find_adopted(self.graph.graph, self.states) if self.gains.has_room else Adopted((), ())
+
+    @cached_property
     def lengths(self) -> Lengths:
         """The inputs whose sizes are the lengths of caches."""
-        pasts = [past for past, _ in self.caches.values()]
+        pasts = [*(past for past, _ in self.caches.values()), *self.adopted.pasts]
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
 
@@ -311,6 +318,21 @@ class _Work:
         write_latent(latent, self.editor, self._sizes)
         return why
 
+    def adopt(self) -> Iterator[Outcome]:
+        """Give the model's own attentions the lengths of their caches."""
+        if not self.adopted.nodes:
+            return
+        # Probes keep only those constants that are the same for all sizes.
+        inputs = {value.name or "": self._other_sizes.shapes[value.name or ""] for value in self.graph.graph.inputs}
+        constants = (self.bound.constants, bind_shapes(self.graph.model, inputs).constants)
+        for node in self.adopted.nodes:
+            try:
+                check_type(node.outputs[0], self.gains.caches)
+                adopt(node, self.lengths, self._sizes, constants)
+                yield Outcome(name_of(node), GROUPED, None, "cache")
+            except NotFusedError as error:
+                yield Outcome(name_of(node), None, str(error), "cache")
+
     def _with_caches(self, place: str, attention: Attention) -> Outcome | None:
         """Fuse an attention with its caches; None if it has none."""
         try:
@@ -347,7 +369,8 @@ class _Work:
         if not self.gains.caches:
             return []
         reasons = unfused_caches(self.graph.graph, self.states, self.caches, is_read, self.latents)
-        return [Outcome(past, None, str(why), "cache") for past, why in reasons]
+        adopted = {past.name for past in self.adopted.pasts}  # each has an outcome of its own
+        return [Outcome(past, None, str(why), "cache") for past, why in reasons if past not in adopted]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:
         if value.const_value is not None:

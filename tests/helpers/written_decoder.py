@@ -28,7 +28,8 @@ class Style:
     - `window`: how many last tokens every other layer sees, beginning with the first layer.
     - `operator`: attention is ONNX's operator. It reads `concatenated` caches, or takes the `past` itself, with four
       axes or three (`flat`). It has these `attributes`; if it is causal, there is no other mask. Or it is ONNX
-      Runtime's MultiHeadAttention, which reads concatenated caches (`fused`), or takes the past itself (`fused past`).
+      Runtime's MultiHeadAttention, which reads concatenated caches (`fused`), or takes the past itself (`fused past`),
+      or its GroupQueryAttention (`fused grouped`), which takes the length from the shape of a past.
     - `sinks`: a learned number for each head is joined to the scores.
     - `blanks`: rows that are masked entirely become zeros after the attention.
     - `odd`: see `write`.
@@ -275,8 +276,9 @@ class _Writer:
         """MultiHeadAttention. Without a past of its own, it reads caches with repeated heads, as rows."""
         style, outputs, pasts = self.style, [f"attended_{number}"], list[str]()
         inputs = [self.add("MatMul", value, self.normal(style.width, style.width))]
-        if style.operator == "fused past":
-            inputs += [self.add("MatMul", value, self.normal(style.width, style.width)) for _ in _KINDS]
+        if style.operator != "fused":
+            width = style.kv_heads * style.size
+            inputs += [self.add("MatMul", value, self.normal(style.width, width)) for _ in _KINDS]
             pasts = [f"past_{kind}.{number}" for kind in _KINDS]
             outputs += [f"present_{kind}.{number}" for kind in _KINDS]
         else:
@@ -285,12 +287,20 @@ class _Writer:
                 inputs.append(self.add("Reshape", rows, self.number([0, 0, -1])))
         bias = self.add("Where", mask, self.float(0), self.float(-3e4))
         attributes: dict[str, Any] = {"num_heads": style.heads, **dict(style.attributes)}
-        inputs += ["", "", bias, *pasts]
-        node = helper.make_node(
-            "MultiHeadAttention", inputs, outputs, f"node_{outputs[0]}", domain=MICROSOFT, **attributes
-        )
+        if style.operator == "fused grouped":
+            operator, inputs = "GroupQueryAttention", [*inputs, *pasts, *self._lengths(), "", "", "", bias]
+            attributes |= {"kv_num_heads": style.kv_heads, "causal": 0}
+        else:
+            operator, inputs = "MultiHeadAttention", [*inputs, "", "", bias, *pasts]
+        node = helper.make_node(operator, inputs, outputs, f"node_{outputs[0]}", domain=MICROSOFT, **attributes)
         self._nodes.append(node)
         return self.add("MatMul", outputs[0], self.normal(style.width, style.width))
+
+    def _lengths(self) -> list[str]:
+        """Both lengths of GroupQueryAttention."""
+        total = self.add("Cast", self._all, to=TensorProto.INT32)
+        batch = self.add("Unsqueeze", self.size_of("position_ids", 0), self.number([0]))
+        return [self.add("Expand", self.add("Sub", total, self.number(1, np.int32)), batch), total]
 
     def _masked(self, scores: str, mask: str) -> str:
         """Masked scores: as sdpa writes it, where hidden rows become NaN; or by a low number, which averages them."""

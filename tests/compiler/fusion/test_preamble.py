@@ -38,7 +38,11 @@ HALF = TensorProto.FLOAT16
 # With a table of tokens that is no small constant.
 # Masks do not depend on numbers of heads.
 STYLES = {name: style for name, style in CACHED.items() if "head" not in name}
-STYLES = {**STYLES, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}
+STYLES = {
+    **STYLES,
+    "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000),
+    "GroupQueryAttention": replace(OPTIMUM, operator="fused grouped"),
+}
 # Results in halves.
 CLOSE = 2e-2
 
