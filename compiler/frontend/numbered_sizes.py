@@ -43,6 +43,11 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
             value.shape = ir.Shape([f"size_{size}" if _is_numbered(size) else size for size in value.shape])
 
 
+def fixed_size(size: int | ir.SymbolicDim | None) -> int | None:
+    """A size that is a number, or that has one as its symbol; None for any other. Dynamic ones have been renamed."""
+    return int(str(size)) if isinstance(size, int) or (size is not None and _is_numbered(size)) else None
+
+
 def _is_numbered(size: int | ir.SymbolicDim) -> bool:
     return isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdigit()
 

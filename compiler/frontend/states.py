@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import onnx_ir as ir
@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
 from splitc.compiler.frontend.shifted_states import find_shifted
@@ -104,22 +105,16 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
 
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer output has
     taken it. At equal distance, inputs and outputs are paired in order. An input that nodes only write parts of is a
-    past at any distance.
+    past at any distance. In a model with such states, one of a recurrence may also be multiplied by values that are
+    computed, as by the decays of Mamba 2's chunks.
 
     Equal shapes are not enough. An output that contains the input's product with a weight is a layer's result (with or
     without a residual), unless it is longer. And a model has an input and an output besides its states.
     """
-    distances = sorted(
-        (distance, graph.graph.outputs.index(output), order, output, value)
-        for output in graph.graph.outputs
-        for order, (distance, value) in enumerate(_inputs_upstream(graph, output))
-        if _is_alike(value, output)
-    )
     pairs = _overwritten(graph)
-    for _, _, _, output, value in distances:
-        if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
-            pairs[output] = value
-    if pairs:  # token shift is only looked for in a model that has other states
+    pairs |= _nearest(graph, pairs, _inputs_upstream, _is_alike)
+    if pairs:  # recurrences and token shift are only looked for in a model that has other states
+        pairs |= _nearest(graph, pairs, _inputs_above_products, _is_same)
         taken, ends = {*pairs, *pairs.values()}, (graph.graph.inputs, graph.graph.outputs)
         inputs, outputs = ([value for value in values if value not in taken] for values in ends)
         pairs |= find_shifted(graph, outputs, inputs, _is_same)
@@ -128,6 +123,27 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     if not _has_others(graph, pairs):  # a value that grows is more likely a cache
         pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
     return pairs if _has_others(graph, pairs) else {}
+
+
+def _nearest(
+    graph: Graph,
+    known: Mapping[ir.Value, ir.Value],
+    upstream: Callable[[Graph, ir.Value], Iterable[tuple[int, ir.Value]]],
+    may_follow: Callable[[ir.Value, ir.Value], bool],
+) -> dict[ir.Value, ir.Value]:
+    """Further pairs of an output and the nearest input upstream that it may follow, beside the `known` ones."""
+    distances = sorted(
+        (distance, graph.graph.outputs.index(output), order, output, value)
+        for output in graph.graph.outputs
+        if output not in known
+        for order, (distance, value) in enumerate(upstream(graph, output))
+        if value not in known.values() and may_follow(value, output)
+    )
+    pairs: dict[ir.Value, ir.Value] = {}
+    for _, _, _, output, value in distances:
+        if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
+            pairs[output] = value
+    return pairs
 
 
 def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
@@ -181,8 +197,7 @@ def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
     """
     if not isinstance(before, ir.SymbolicDim) or before == after:
         return False
-    is_number = before.value is not None and before.value.isdecimal()
-    return before.value != str(after) and not (is_number and isinstance(after, ir.SymbolicDim))
+    return before.value != str(after) and not (fixed_size(before) is not None and isinstance(after, ir.SymbolicDim))
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
@@ -192,9 +207,26 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
     what its branches compute this output from, and from an operator with states to the state alone.
     """
 
+    yield from _search_inputs(graph, output, _is_product)
+
+
+def _inputs_above_products(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
+    """As `_inputs_upstream`, but the search ends only at products with weights."""
+
+    def ends(node: ir.Node, value: ir.Value) -> bool:
+        return _is_product(node, value) and any(map(graph.is_constant, graph.reads.get(node, ())))
+
+    yield from _search_inputs(graph, output, ends)
+
+
+def _search_inputs(
+    graph: Graph, output: ir.Value, ends: Callable[[ir.Node, ir.Value], bool]
+) -> Iterator[tuple[int, ir.Value]]:
+    """As `_inputs_upstream`, where `ends` tells at which nodes, of which values, the search ends."""
+
     def above(value: ir.Value) -> Sequence[ir.Value]:
         producer, number = value.producer(), value.index()
-        if producer is None or number is None or _is_product(producer, value):
+        if producer is None or number is None or ends(producer, value):
             return ()
         if producer.op_type == "If":
             branches = list(subgraphs(producer))

@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.origins import described, origin_of
 from splitc.compiler.fusion.latent_cache import OPSET
 from splitc.compiler.fusion.multi_head import DOMAIN
@@ -75,8 +76,8 @@ def _size_of(node: ir.Node) -> int | None:
     whole = origin_of(node) or node
     for value in (whole.inputs[PASTS[0]], whole.outputs[1]):
         shape = None if value is None else described(value).shape
-        if shape is not None and len(shape) == 4 and isinstance(shape[3], int):
-            return shape[3]
+        if shape is not None and len(shape) == 4 and (size := fixed_size(shape[3])) is not None:
+            return size
     query, one = whole.inputs[QUERY], Attention(whole)
     shape = None if query is None else described(query).shape
     width, heads = None if shape is None else shape[-1], one.heads

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.writer import save
@@ -98,6 +99,41 @@ def test_fixed_size_that_inference_does_not_know_does_not_grow(tmp_path: Path, s
     block.give(block.op("Slice", joined, start, block.ints(99), block.ints(2)), "n", ["b", 3, 4])
     block.give(block.op("ReduceSum", joined, block.ints(2)), "y", ["b", 3, 1])
     assert states_of(block, tmp_path) == [State("p", "n")]
+
+
+def test_state_of_a_recurrence_is_multiplied_by_decays(tmp_path: Path) -> None:
+    """As in the chunks of Mamba 2: the state is the first of them, and the last one is the new state."""
+    block = Block()
+    state, conv = block.input("p", FLOAT, ["b", 3, 4]), block.input("c", FLOAT, ["b", 3, 2])
+    tokens = block.op("Gather", block.w("w", 5, 12), block.input("i", INT, ["b", "n"]))
+    chunks = block.op("Reshape", tokens, block.ints(0, -1, 3, 4))
+    joined = block.op("Concat", block.op("Unsqueeze", state, block.ints(1)), chunks, axis=1)
+    decays = block.op("Exp", block.op("MatMul", tokens, block.w("d", 12, 9)))
+    made = block.op("Einsum", decays, joined, equation="bnz,bchd->bzhd")
+    block.give(block.op("Gather", made, block.constant(-1, np.int64), axis=1), "new", ["b", 3, 4])
+    columns = block.op(
+        "Slice",
+        block.op("Concat", conv, block.op("Reshape", tokens, block.ints(0, 3, -1)), axis=2),
+        block.ints(-2),
+        block.ints(99),
+        block.ints(2),
+    )
+    block.give(columns, "c_now", ["b", 3, 2])
+    block.give(block.op("ReduceSum", made, block.ints(1)), "y", ["b", 1, 3, 4])
+    assert [(one.input, one.output, one.grows) for one in states_of(block, tmp_path)] == [
+        ("p", "new", None),
+        ("c", "c_now", None),
+    ]
+
+
+def test_what_a_weight_multiplies_is_no_state_of_a_recurrence(tmp_path: Path) -> None:
+    block = Block()
+    state, conv = block.input("p", FLOAT, ["b", 3, 4]), block.input("c", FLOAT, ["b", 3, 2])
+    tokens = block.op("Gather", block.w("w", 5, 6), block.input("i", INT, ["b"]))
+    block.give(block.op("MatMul", state, block.w("u", 4, 4)), "new", ["b", 3, 4])
+    rows = block.op("Concat", conv, block.op("Reshape", tokens, block.ints(0, 3, 2)), axis=2)
+    block.give(block.op("Slice", rows, block.ints(-2), block.ints(99), block.ints(2)), "c_now", ["b", 3, 2])
+    assert [one.input for one in states_of(block, tmp_path)] == ["c"]
 
 
 def test_what_several_layers_write_to_is_a_state(tmp_path: Path) -> None:

@@ -132,6 +132,15 @@ def test_rows_of_a_batch_have_lengths_of_their_own(rows: list[int], new: int, be
             np.testing.assert_allclose(ours[row, :, :filled], theirs[row, :, :filled], rtol=1e-5, atol=1e-6)
 
 
+def test_sizes_may_be_symbols_that_are_numbers() -> None:
+    """As transformers' exporter names fixed sizes."""
+    model = attention("causal = 1")
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([str(size) for size in value.shape])
+    decomposed(model)
+
+
 WINDOW = 6
 
 
