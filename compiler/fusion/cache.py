@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
@@ -133,6 +134,7 @@ def find_caches(attention: Attention, caches: Caches, shape_of: ShapeOf) -> Cach
         raise NotFusedError("its keys and its values do not have a cache each")
     for cache in (keys, values):
         _check_readers(cache, attention)
+    check_scores(attention)
     if values.scales or values.factor != 1:
         raise NotFusedError("its values are scaled")
     # A factor of all keys is a factor of the scores.
@@ -173,6 +175,24 @@ def _check_readers(cache: Cache, attention: Attention) -> None:
             raise NotFusedError("its cache has other readers")
         if value.is_graph_output() and value is not cache.present:
             raise NotFusedError("a reshaped or repeated form of its cache is an output too")
+
+
+def check_scores(attention: Attention) -> None:
+    """Raise NotFusedError if an output depends on scores or weights beside the attention's result.
+
+    They would still be computed, of keys with spare capacity.
+    """
+    own = {value.producer() for value in (*attention.passed, attention.output, attention.result)}
+
+    def below(node: ir.Node) -> list[ir.Node]:
+        return [reader for value in node.outputs for reader, _ in value.uses() if reader not in own]
+
+    others = [node for value in attention.passed for node, _ in value.uses()]
+    read = reached([node for node in others if node not in own and not is_onnx(node, "Shape")], below)
+    if any(value.is_graph_output() for node in read for value in node.outputs) or any(
+        value.is_graph_output() for value in attention.passed
+    ):
+        raise NotFusedError("its scores or weights have other readers")
 
 
 def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:

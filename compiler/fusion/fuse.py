@@ -21,7 +21,7 @@ from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
-from splitc.compiler.fusion.cache import Caches, find_caches, growing_caches, unfused_caches
+from splitc.compiler.fusion.cache import Caches, check_scores, find_caches, growing_caches, unfused_caches
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
@@ -306,6 +306,7 @@ class _Work:
         why = "engines for CPU devices concatenate caches of latents"
         if self.gains.has_room and (new <= self.gains.most_absorbed or latent.gains(new)):
             try:
+                check_scores(latent.attention)
                 kept = find_latent_caches(latent.latent, latent.shared, self.caches, self.lengths, self.editor)
                 write_latent(latent, self.editor, self._sizes, kept)
                 return None

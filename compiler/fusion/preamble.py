@@ -7,7 +7,7 @@ nodes, consecutive requests have the same sizes, so that GPUs replay a captured 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain
-from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.sizes import Sizes, size_readers
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
 
@@ -65,15 +65,19 @@ def cut_preamble(
     graph, filled = model.graph, lengths.filled
     early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
-    following = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
-    following |= {one.input for one in filled}
-    for node in graph:
-        if not following.isdisjoint(node.inputs):
-            following.update(value for value in node.outputs if value in early)
+    grown = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
+    grown |= {one.input for one in filled}
+    lone = _lone_masks([value for value in graph.inputs if value.name not in states], roles)
+    _read_sizes_beside(lone, lengths, sizes)
+    following = _following(graph, {*grown, *lone}, early)
     _merge_equal(graph, following, early)
-    ordered = chain(graph.inputs, (value for node in graph for value in node.outputs))
-    made = [value for value in ordered if value in following and _is_read_later(value, early)]
-    _check(made, following, graph, sizes)
+    made = _made(graph, following, early)
+    try:
+        _check(made, following, graph, sizes)
+    except NotFusedError:
+        following = _following(graph, grown, early)
+        made = _made(graph, following, early)
+        _check(made, following, graph, sizes)
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     masks = find_masks(made, filled, sizes)
@@ -118,6 +122,47 @@ def _read_sizes_off_inputs(
             if axes and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
     return _find_early(graph, inputs)
+
+
+def _lone_masks(inputs: Sequence[ir.Value], roles: Mapping[str, Role]) -> dict[ir.Value, frozenset[str]]:
+    """The masks with sizes that no other kind of input has, with the symbols of these.
+
+    Such a size may be that of all tokens, though the planned sizes of an empty cache do not show it.
+    """
+    by_value = {value: _symbols(value) for value in inputs}
+    masks = {value for value in inputs if (role := roles.get(value.name or "")) is not None and role.kind == "mask"}
+    others = frozenset[str]().union(*(symbols for value, symbols in by_value.items() if value not in masks))
+    return {value: own for value in masks if (own := by_value[value] - others)}
+
+
+def _symbols(value: ir.Value) -> frozenset[str]:
+    return frozenset(size.value for size in value.shape or () if isinstance(size, ir.SymbolicDim) and size.value)
+
+
+def _read_sizes_beside(masks: Mapping[ir.Value, frozenset[str]], lengths: Lengths, sizes: Sizes) -> None:
+    """Read sizes of masks, other than these symbols, off other inputs."""
+    for mask, own in masks.items():
+        for node in size_readers(mask):
+            axes, writer = sizes_read(node, sizes), lengths.writer(node)
+            writer = replace(writer, sources=tuple(value for value in writer.sources if value is not mask))
+            is_own = any(isinstance(axis.symbol, ir.SymbolicDim) and axis.symbol.value in own for axis in axes or ())
+            if axes and not is_own and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+
+
+def _following(graph: ir.Graph, begin: Collection[ir.Value], early: Collection[ir.Value]) -> set[ir.Value]:
+    """These values and the early ones that are computed from them."""
+    following = set(begin)
+    for node in graph:
+        if not following.isdisjoint(node.inputs):
+            following.update(value for value in node.outputs if value in early)
+    return following
+
+
+def _made(graph: ir.Graph, following: Collection[ir.Value], early: Collection[ir.Value]) -> list[ir.Value]:
+    """The values among `following` that the remaining graph reads, in the graph's order."""
+    ordered = chain(graph.inputs, (value for node in graph for value in node.outputs))
+    return [value for value in ordered if value in following and _is_read_later(value, early)]
 
 
 def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:

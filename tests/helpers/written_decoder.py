@@ -32,6 +32,7 @@ class Style:
       or its GroupQueryAttention (`fused grouped`), which takes the length from the shape of a past.
     - `sinks`: a learned number for each head is joined to the scores.
     - `blanks`: rows that are masked entirely become zeros after the attention.
+    - `zeroed`: the mask also sets rows of padding to zero, and its length has a symbol of its own, as in hybrids.
     - `odd`: see `write`.
     """
 
@@ -55,6 +56,7 @@ class Style:
     sinks: bool = False
     blanks: bool = False
     tiled: bool = False
+    zeroed: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -78,7 +80,8 @@ def write(style: Style, seed: int = 0) -> onnx.ModelProto:
 
     If `odd` is set, its caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
     layers, `values` also returns the values in another form, `sinks` joins other values to the scores, `parts` computes
-    keys and values from the cache, `scores` returns the scores. `tanh` is a softcap, which only GPUs have in place.
+    keys and values from the cache, `scores` returns the scores, `summed` weighs rows by their scores. `tanh` is a
+    softcap, which only GPUs have in place.
     """
     return _Writer(style, seed).model()
 
@@ -101,7 +104,7 @@ class _Writer:
             (name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")
         ]
         if style.masked:
-            inputs.append(("attention_mask", TensorProto.INT64, ["batch", total]))
+            inputs.append(("attention_mask", TensorProto.INT64, ["batch", "tokens" if style.zeroed else total]))
         kinds = [f"{kind}.{n}" for n in range(style.layers) for kind in ("key", "value")]
         inputs += [(f"past_{kind}", style.dtype, state) for kind in kinds]
         outputs: list[tuple[str, int, list[Any]]] = [("logits", style.dtype, ["batch", length, style.vocabulary])]
@@ -126,6 +129,11 @@ class _Writer:
         rows = self.add("Gather", self.normal(style.vocabulary, style.width), "input_ids")
         value = self.add("Add", rows, self.add("Gather", self.normal(64, style.width), "position_ids"))
         mask = "" if style.is_causal else self._mask("input_ids" if style.reads != "hidden" else rows)
+        if style.zeroed:
+            first = self.add("Neg", self.add("Unsqueeze", self.size_of("input_ids", 1), self.number([0])))
+            kept = self.add("Slice", "attention_mask", first, self.number([1 << 62]), self.number([1]))
+            kept = self.add("Cast", self.add("Unsqueeze", kept, self.number([2])), to=style.dtype)
+            value = self.add("Mul", value, kept)
         masks = [self._near(mask), mask] if style.window else [mask]
         for number in range(style.layers):
             value = self.add("Add", value, self._attention(number, value, masks[number % len(masks)]))
@@ -227,6 +235,9 @@ class _Writer:
         if style.mask == "where":
             weights = self.add("Where", self.add("IsNaN", weights), self.float(0), weights)
         made = self.add("MatMul", weights, values)
+        if style.odd == "summed":
+            rows = self.add("ReduceLogSumExp", scores, self.number([-1]), keepdims=1)
+            made = self.add("Mul", made, self.add("Sigmoid", rows))
         if style.blanks:
             made = self._blanked(made, mask)
         made = self.add("Transpose", made, perm=[0, 2, 1, 3])

@@ -246,6 +246,7 @@ ODD = {
     "new rows are not concatenated with it as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
     "no attention reads it as keys or values": replace(OPTIMUM, odd="parts"),
     "its cache has other readers": replace(OPTIMUM, odd="values", layers=1),
+    "its scores or weights have other readers": replace(OPTIMUM, odd="summed"),
     "no fused kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
     "no kernel is faster with a softcap (Tanh)": CAPPED,
     "its output qk_matmul_output has readers": replace(OPERATOR, operator="past", odd="scores"),

@@ -42,6 +42,7 @@ STYLES = {
     **STYLES,
     "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000),
     "GroupQueryAttention": replace(OPTIMUM, operator="fused grouped"),
+    "zeroed rows": replace(OPTIMUM, zeroed=True),
 }
 # Results in halves.
 CLOSE = 2e-2
@@ -120,6 +121,14 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
             request = following(style, expected, 1, 1)
     assert all(before == after for before, after in pairwise(shapes[1:]))
     assert any(24 in shape for shape in shapes[1].values())
+
+
+def test_mask_that_rows_are_multiplied_by_is_cut(tmp_path: Path) -> None:
+    """Its length grows, though that of an empty cache and new tokens does not show it."""
+    path = compiled(STYLES["zeroed rows"], tmp_path, "tensor", ["cuda0", "cuda1"])
+    for rank in read_manifest(path).ranks:
+        names = {value.name for value in ir.load(path / rank.engines[0].path).graph.inputs}
+        assert names.isdisjoint({"attention_mask", "splitc.past"})
 
 
 @pytest.mark.parametrize(("mode", "window"), [("layer", 0), ("layer", 3), ("tensor", 0), ("tensor", 3), ("batch", 0)])
