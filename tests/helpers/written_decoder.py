@@ -32,7 +32,7 @@ class Style:
       or its GroupQueryAttention (`fused grouped`), which takes the length from the shape of a past.
     - `sinks`: a learned number for each head is joined to the scores.
     - `blanks`: rows that are masked entirely become zeros after the attention.
-    - `zeroed`: the mask also sets rows of padding to zero, and its length has a symbol of its own, as in hybrids.
+    - `zeroed`: a mask sets rows of padding to zero, and its length has a symbol of its own, as in hybrids.
     - `odd`: see `write`.
     """
 
@@ -103,7 +103,7 @@ class _Writer:
         inputs: list[tuple[str, int, list[Any]]] = [
             (name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")
         ]
-        if style.masked:
+        if style.masked or style.zeroed:
             inputs.append(("attention_mask", TensorProto.INT64, ["batch", "tokens" if style.zeroed else total]))
         kinds = [f"{kind}.{n}" for n in range(style.layers) for kind in ("key", "value")]
         inputs += [(f"past_{kind}", style.dtype, state) for kind in kinds]
@@ -359,7 +359,7 @@ def feeds(style: Style, batch: int, new: int, past: int, padded: int = 0, seed: 
         "input_ids": random.integers(0, style.vocabulary, (batch, new)),
         "position_ids": np.tile(np.arange(past, past + new), (batch, 1)),
     }
-    if style.masked:
+    if style.masked or style.zeroed:
         made["attention_mask"] = np.ones((batch, past + new), np.int64)
         made["attention_mask"][0, :padded] = 0
     dtype = helper.tensor_dtype_to_np_dtype(style.dtype)
