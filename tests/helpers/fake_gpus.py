@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from splitc.compiler.fusion.kept_rows import NAME
 from splitc.runtime.engines import Backend, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
@@ -36,6 +35,8 @@ FAILING = "SPLITC_TEST_FAILING"
 WRONG = "SPLITC_TEST_WRONG"
 # The environment variable that names the engine that copies from host memory.
 FROM_HOST = "SPLITC_TEST_FROM_HOST"
+# `NAME` of the compiler's `kept_rows`, which would be most of what a rank's process imports.
+TOKEN = "logits_to_keep"
 # A weight that must be on the GPU: its value, the folder of its file, and its entry.
 Needed = tuple[ort.OrtValue, Path, Weight]
 
@@ -99,7 +100,7 @@ class HostEngine:
 
     def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes that TensorRT's inference would give. Ids are 1, which is within the table, and the token is 0."""
-        made = {name: np.full(values[name].shape, name != NAME, values[name].dtype) for name in self.inputs}
+        made = {name: np.full(values[name].shape, name != TOKEN, values[name].dtype) for name in self.inputs}
         feeds = {name: self._backend.upload(array) for name, array in made.items()}
         found = self._backend.download(self._engine.run(feeds))
         return {name: (array.shape, str(array.dtype)) for name, array in found.items()}

@@ -30,8 +30,8 @@ MODULES = ("splitc.runtime.processes.rank", "onnxruntime", "tests.helpers.fake_r
 ROOT = Path(__file__).resolve().parents[2]
 # See prctl(2): orphans below this process become its children.
 PR_SET_CHILD_SUBREAPER = 36
-# More bytes than the longest message has, and descriptor numbers above all that are requested.
-LONGEST, HIGH = 1 << 20, 512
+# More bytes than the longest message has.
+LONGEST = 1 << 20
 
 
 class Forking:
@@ -134,7 +134,8 @@ def run(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     connection.send(str(os.getpid()).encode())
     connection.close()
-    above = [fcntl.fcntl(each, fcntl.F_DUPFD, HIGH) for each in descriptors]
+    high = max(numbers) + 1  # the caller may have hundreds open
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, high) for each in descriptors]
     for each in descriptors:
         os.close(each)
     for each, number in zip(above, numbers, strict=True):
