@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from models.writer import save
-from tests.conftest import Arrays
+from tests.conftest import KEPT, Arrays
 from tests.helpers.blocks import Block
 
 ROWS, WIDE, INNER, EXPERTS, CHOSEN = 400, 32, 48, 4, 2
@@ -61,6 +63,23 @@ def mixture(form: str, layers: int = 2, sizes: Sizes = Sizes()) -> Mixture:
 def save_mixture(folder: Path, form: str, layers: int = 2, sizes: Sizes = Sizes()) -> Path:
     save(mixture(form, layers, sizes).model(), folder / "model.onnx")
     return folder / "model.onnx"
+
+
+# Has the arguments of `save_mixture`, but for the folder.
+Mixtures = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Mixtures:
+    """Writes each mixture once, and its analyses are cached for all tests: they may not change its files."""
+
+    @cache
+    def write(form: str, layers: int = 2, sizes: Sizes = Sizes()) -> Path:
+        model = save_mixture(tmp_path_factory.mktemp("mixture"), form, layers, sizes)
+        KEPT.models.add(model)
+        return model
+
+    return write
 
 
 def mixture_feeds(length: int = 5, rows: int = 1, last: int = 7) -> Arrays:

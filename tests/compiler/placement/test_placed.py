@@ -20,7 +20,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Run, Send
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
-from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, ROWS, WIDE, Mixtures, Sizes, mixture_feeds
 from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_layer_has_its_cache
 
@@ -42,9 +42,9 @@ def crossing(plan: Plan) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
+def test_experts_go_with_all_between_them(tmp_path: Path, mixtures: Mixtures, form: str) -> None:
     """In each layer only the tokens go there and come back."""
-    model = save_mixture(tmp_path, form)
+    model = mixtures(form)
     plan = make_plan(model, experts=ExpertsPlace("cpu1"), shapes=SHAPES)
     assert [(source, target) for _, source, target in crossing(plan)] == [(0, 1), (1, 0)] * 2
     assert all(plan.analysis.costs.shapes[name] == (5, WIDE) for name, _, _ in crossing(plan))
@@ -57,17 +57,17 @@ def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
             assert_close(session.run(feeds), run_whole(model, feeds))
 
 
-def test_first_layers_only(tmp_path: Path) -> None:
-    plan = make_plan(save_mixture(tmp_path, "fused", 3), experts=ExpertsPlace("cpu1", 2))
+def test_first_layers_only(mixtures: Mixtures) -> None:
+    plan = make_plan(mixtures("fused", 3), experts=ExpertsPlace("cpu1", 2))
     assert {name for name in held(plan, 1) if "mixture." in name} >= {
         f"layers.{layer}.mixture.{part}" for layer in (0, 1) for part in ("first", "second")
     }
     assert "layers.2.mixture.first" in held(plan, 0)
 
 
-def test_first_place_that_matches_counts(tmp_path: Path) -> None:
+def test_first_place_that_matches_counts(mixtures: Mixtures) -> None:
     """If all devices are named, weights placed on the first device stay in its blocks."""
-    model = save_mixture(tmp_path, "fused")
+    model = mixtures("fused")
     plan = make_plan(model, r"layers\.0.*mixture=cpu0", "mixture=cpu1", shapes=SHAPES)
     assert len(crossing(plan)) == 2
     assert "layers.0.mixture.first" in held(plan, 0) and "layers.1.mixture.first" in held(plan, 1)
@@ -80,16 +80,16 @@ def test_requests_read_places_as_the_command_line_does() -> None:
         Request(experts="cpu1:some")  # type: ignore[arg-type]
 
 
-def test_names_are_those_of_weights_nodes_and_modules(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_names_are_those_of_weights_nodes_and_modules(mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     by_weight, by_node = (make_plan(model, place) for place in ("attention.q=cpu1", "^/layers.1/MatMul$=cpu1"))
     assert {name for name in held(by_weight, 1) if "attention" in name} == {f"layers.{n}.attention.q" for n in (0, 1)}
     assert {name for name in held(by_node, 1) if "attention" in name} == {"layers.1.attention.q"}
 
 
-def test_table_is_a_stage_of_its_own(tmp_path: Path) -> None:
+def test_table_is_a_stage_of_its_own(tmp_path: Path, mixtures: Mixtures) -> None:
     """Its rows go to the blocks, and nothing comes back: a stream's requests overlap as in a pipeline."""
-    model = save_mixture(tmp_path, "fused")
+    model = mixtures("fused")
     plan = make_plan(model, "^table$=cpu1")
     package = tmp_path / "package"
     compile_model(plan, package, verify=False)
@@ -154,8 +154,8 @@ def test_slot_goes_with_its_layer(tmp_path: Path) -> None:
     assert [len(rank.overrides) for rank in ranks] == [2, 2]
 
 
-def test_plan_is_read_back(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "gathered")
+def test_plan_is_read_back(tmp_path: Path, mixtures: Mixtures) -> None:
+    model = mixtures("gathered")
     plan = make_plan(model, "table=cpu2", devices="3xcpu", experts=ExpertsPlace("cpu1"), shapes=SHAPES)
     write_plan(plan, tmp_path / "plan.json")
     again = plan_from_file(model, tmp_path / "plan.json")
@@ -173,8 +173,8 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def test_edited_plan_moves_a_weight_back(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_edited_plan_moves_a_weight_back(tmp_path: Path, mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     path = tmp_path / "plan.json"
     write_plan(make_plan(model, "table=cpu1", experts=ExpertsPlace("cpu1")), path)
     with_all = path.read_text()
@@ -194,16 +194,16 @@ def test_edited_plan_moves_a_weight_back(tmp_path: Path) -> None:
         plan_from_file(model, path)
 
 
-def test_each_rank_needs_its_budget(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "stacked")
+def test_each_rank_needs_its_budget(mixtures: Mixtures) -> None:
+    model = mixtures("stacked")
     with pytest.raises(DoesNotFitError, match=r"rank 1 \(cpu1\) needs .* and may use 50.0 KiB"):
         make_plan(model, experts=ExpertsPlace("cpu1"), memory=["cpu1=50KiB"])
 
 
-def test_memory_counts_what_passes_once(tmp_path: Path) -> None:
+def test_memory_counts_what_passes_once(mixtures: Mixtures) -> None:
     """Exchanged values are not held until the end: many layers need about as much as few."""
     few, many = (
-        make_plan(save_mixture(tmp_path, "fused", layers), experts=ExpertsPlace("cpu1"), shapes={"ids": (1, 300)})
+        make_plan(mixtures("fused", layers), experts=ExpertsPlace("cpu1"), shapes={"ids": (1, 300)})
         for layers in (2, 6)
     )
     tokens = 300 * WIDE * 4
@@ -212,9 +212,9 @@ def test_memory_counts_what_passes_once(tmp_path: Path) -> None:
     assert few.ranks[1].memory.activations >= 2 * tokens
 
 
-def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
+def test_weights_on_disk_count_for_no_budget(tmp_path: Path, mixtures: Mixtures) -> None:
     """Two CPU devices of 18 MiB hold 40 MiB of weights in mapped files, with the model's outputs."""
-    model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=20000, wide=128, inner=2500))
+    model = mixtures("stacked", 2, Sizes(rows=20000, wide=128, inner=2500))
     asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}, "memory": ["18MiB"]}
     for mode in ("layer", "tensor"):
         with pytest.raises(DoesNotFitError):
@@ -230,9 +230,9 @@ def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
             assert_close(session.run(mixture_feeds(3)), run_whole(model, mixture_feeds(3)), 2e-5)
 
 
-def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path) -> None:
+def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path, mixtures: Mixtures) -> None:
     """On ever smaller devices: experts of some layers leave their blocks before nothing fits."""
-    model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
+    model = mixtures("dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, **asked).ranks)  # type: ignore[arg-type]
     for tenths in range(112, 100, -1):
@@ -265,9 +265,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("places", "asked", "message"), WRONG)
-def test_what_can_not_be_placed(tmp_path: Path, places: list[str], asked: dict[str, object], message: str) -> None:
+def test_what_can_not_be_placed(mixtures: Mixtures, places: list[str], asked: dict[str, object], message: str) -> None:
     with pytest.raises(MisuseError, match=f"(?s){message}"):
-        make_plan(save_mixture(tmp_path, "fused"), *places, **asked)  # type: ignore[arg-type]
+        make_plan(mixtures("fused"), *places, **asked)  # type: ignore[arg-type]
 
 
 def test_model_without_experts(decoder: Path) -> None:
@@ -275,14 +275,14 @@ def test_model_without_experts(decoder: Path) -> None:
         make_plan(decoder, experts=ExpertsPlace("cpu1"))
 
 
-def test_placed_weights_make_auto_mode_layer_mode(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_placed_weights_make_auto_mode_layer_mode(mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     assert make_plan(model, "table=cpu1", split_mode="auto").split_mode == "layer"
 
 
-def test_parts_agree_at_any_cut(tmp_path: Path) -> None:
+def test_parts_agree_at_any_cut(tmp_path: Path, mixtures: Mixtures) -> None:
     """Single weights on three devices, in all combinations that a few patterns give."""
-    model = save_mixture(tmp_path, "loop")
+    model = mixtures("loop")
     for number, places in enumerate(
         [
             ["attention.k=cpu1", "attention.o=cpu2"],

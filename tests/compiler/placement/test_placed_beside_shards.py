@@ -26,7 +26,7 @@ from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
-from tests.helpers.mixtures import FORMS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, WIDE, Mixtures, Sizes, mixture_feeds
 from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_failures_are_alone, assert_layer_has_its_cache, assert_same
 
@@ -40,9 +40,9 @@ def make_plan(model: Path, devices: str = "3xcpu", **asked: object) -> Plan:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
+def test_experts_beside_shards(tmp_path: Path, mixtures: Mixtures, form: str) -> None:
     """Attention and the shared expert are sharded. The first rank sends tokens; all ranks receive the results."""
-    model = save_mixture(tmp_path, form)
+    model = mixtures(form)
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 5)})
     assert [(str(rank.device), rank.part) for rank in plan.ranks] == [("cpu0", 0), ("cpu1", 1), ("cpu2", 2)]
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
@@ -53,31 +53,31 @@ def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-def test_more_ranks_and_places(tmp_path: Path) -> None:
+def test_more_ranks_and_places(tmp_path: Path, mixtures: Mixtures) -> None:
     """Three ranks with uneven shards, and two with placed weights, one of which is named before them."""
-    model = save_mixture(tmp_path, "dense")
+    model = mixtures("dense")
     places = [Place("^table$", "cpu0"), Place("head", "cpu0")]
     plan = make_plan(model, "5xcpu", experts=ExpertsPlace("cpu4"), place=places, tensor_split=[5, 1, 2, 1, 1])
     assert sorted(map(str, (rank.device for rank in plan.ranks[3:]))) == ["cpu0", "cpu4"]
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-def test_ranks_in_processes(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "stacked")
+def test_ranks_in_processes(tmp_path: Path, mixtures: Mixtures) -> None:
+    model = mixtures("stacked")
     assert_same(model, make_plan(model, experts=EXPERTS), tmp_path / "package", SIZES, "processes")
 
 
-def test_groups_of_shards_with_places(tmp_path: Path) -> None:
+def test_groups_of_shards_with_places(tmp_path: Path, mixtures: Mixtures) -> None:
     """Two copies of the model, each with two ranks with shards and one for the experts."""
-    model = save_mixture(tmp_path, "gathered")
+    model = mixtures("gathered")
     plan = make_plan(model, "6xcpu", experts=EXPERTS, batch_groups=2, shapes={"ids": (4, 5)})
     assert [rank.replica for rank in plan.ranks] == [0, 0, 0, 1, 1, 1]
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
+def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path, mixtures: Mixtures) -> None:
     """Nothing goes back to it, so that in a stream it runs ahead of the ranks with shards."""
-    model = save_mixture(tmp_path, "fused")
+    model = mixtures("fused")
     plan = make_plan(model, place=[Place("^table$", "cpu2")])
     assert_same(model, plan, tmp_path / "package", SIZES)
     programs = [rank.program for rank in read_manifest(tmp_path / "package").ranks]
@@ -86,9 +86,9 @@ def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
     assert not any(isinstance(step, Send) for program in programs[:2] for step in program)
 
 
-def test_sums_and_transfers_have_one_order(tmp_path: Path) -> None:
+def test_sums_and_transfers_have_one_order(mixtures: Mixtures) -> None:
     """A rank that does not read a received value, since another adds it to a sum, receives it in the same order."""
-    model = save_mixture(tmp_path, "dense", 3)
+    model = mixtures("dense", 3)
     plan = make_plan(model, "4xcpu", experts=ExpertsPlace("cpu3"))
 
     def exchanges(number: int) -> list[object]:
@@ -123,8 +123,8 @@ def test_placed_weight_that_exchanges_nothing(tmp_path: Path) -> None:
         assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds))
 
 
-def test_plan_is_read_back(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_plan_is_read_back(tmp_path: Path, mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     plan = make_plan(model, "4xcpu", experts=EXPERTS, tensor_split=[1, 2, 9, 1])
     assert [str(rank.device) for rank in plan.ranks] == ["cpu0", "cpu1", "cpu3", "cpu2"]
     path = tmp_path / "plan.json"
@@ -136,10 +136,10 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
         plan_from_file(model, path)
 
 
-def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_time_are_those_of_both(mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with shards hold no experts. A request takes the time of both and of the transfers."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 8)  # enough that a stream holds nobody up
-    model = save_mixture(tmp_path, "stacked")
+    model = mixtures("stacked")
     plan, plain = make_plan(model, experts=EXPERTS), make_plan(model, "2xcpu")
     experts = sum(
         weight.bytes for weight in plain.weights if ".mixture." in weight.name and ".router" not in weight.name
@@ -152,9 +152,9 @@ def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.M
         make_plan(model, experts=EXPERTS, memory=["1GiB", "cpu2=50KiB"])
 
 
-def test_measured_peaks_are_those_predicted(tmp_path: Path) -> None:
+def test_measured_peaks_are_those_predicted(tmp_path: Path, mixtures: Mixtures) -> None:
     """Also for ranks with many small engines between collectives and transfers."""
-    model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=8000, wide=512, inner=1024, experts=8))
+    model = mixtures("stacked", 2, Sizes(rows=8000, wide=512, inner=1024, experts=8))
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 64)})
     compile_model(plan, tmp_path / "package", verify=False)
     for rank in measure_memory(tmp_path / "package", 1, mixture_feeds(64)):
@@ -162,8 +162,8 @@ def test_measured_peaks_are_those_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_request_that_fails_fails_alone(tmp_path: Path, ranks: str) -> None:
-    model = save_mixture(tmp_path, "loop")
+def test_request_that_fails_fails_alone(tmp_path: Path, mixtures: Mixtures, ranks: str) -> None:
+    model = mixtures("loop")
     compile_model(make_plan(model, experts=EXPERTS), tmp_path / "package", verify=False)
     with Session(tmp_path / "package", threads=1, in_flight=3, ranks=ranks) as session:
         assert_failures_are_alone(session, model, 6)
@@ -172,15 +172,15 @@ def test_request_that_fails_fails_alone(tmp_path: Path, ranks: str) -> None:
             assert_close(outputs, run_whole(model, feeds), 2e-5)
 
 
-def test_what_is_shown_names_the_rank(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_what_is_shown_names_the_rank(mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     asked = ("-d", "3xcpu", "--split-mode", "tensor", "--experts", "cpu2", "--memory", "1GiB")
     said = splitc("plan", model, *asked, "--explain").stdout
     assert "detour to rank 2: " in said and "placed on cpu2: " in said
 
 
-def test_one_stage_beside_what_is_placed(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused", 4)
+def test_one_stage_beside_what_is_placed(mixtures: Mixtures) -> None:
+    model = mixtures("fused", 4)
     with pytest.raises(
         MisuseError, match="--pipeline-stages is 2, and tensor mode places weights beside a single stage"
     ):
@@ -192,11 +192,13 @@ def test_one_stage_beside_what_is_placed(tmp_path: Path) -> None:
         make_plan(model, "2xcpu", experts=ExpertsPlace("cpu1"))
 
 
-def test_blocks_are_compared_where_the_whole_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_compared_where_the_whole_is_too_large(
+    tmp_path: Path, mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Including the part of a block on the additional rank."""
     monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1 << 18)
     said: list[str] = []
-    plan = make_plan(save_mixture(tmp_path, "dense", 2, Sizes(rows=3000)), experts=EXPERTS)
+    plan = make_plan(mixtures("dense", 2, Sizes(rows=3000)), experts=EXPERTS)
     compared: list[str] = []
     compare_block = block_check._compare_block
 

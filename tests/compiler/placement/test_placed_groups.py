@@ -16,7 +16,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
-from tests.helpers.mixtures import FORMS, Sizes, save_mixture
+from tests.helpers.mixtures import FORMS, Mixtures, Sizes
 from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_same
 
@@ -35,9 +35,9 @@ def devices_of(plan: Plan) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "loop"])  # whose rows meet where they are scattered
-def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
+def test_experts_of_whole_copies(tmp_path: Path, mixtures: Mixtures, form: str) -> None:
     need_experts(form)
-    model = save_mixture(tmp_path, form)
+    model = mixtures(form)
     plan = make_plan(model, experts=EXPERTS)
     assert devices_of(plan) == [("cpu0", 0), ("cpu1", 0), ("cpu2", 1), ("cpu3", 1)]
     for number in (1, 3):
@@ -48,17 +48,17 @@ def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
+def test_groups_in_layer_mode(tmp_path: Path, mixtures: Mixtures, ranks: str) -> None:
     """Each group has two stages, and a device for the experts of both."""
-    model = save_mixture(tmp_path, "dense", 4)
+    model = mixtures("dense", 4)
     plan = make_plan(model, "6xcpu", "layer", experts=ExpertsPlace("cpu2"), batch_groups=2, spread=True)
     assert devices_of(plan) == [(f"cpu{number}", number // 3) for number in range(6)]
     assert_same(model, plan, tmp_path / "package", SIZES, ranks)
 
 
-def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
+def test_all_devices_of_a_group_are_named(mixtures: Mixtures) -> None:
     """Weights placed on the first device stay in its blocks, as in layer mode. Any group's devices may be named."""
-    model = save_mixture(tmp_path, "fused")
+    model = mixtures("fused")
     plan = make_plan(model, place=[Place("layers.0.*mixture", "cpu0")], experts=ExpertsPlace("cpu1"))
     held = {weight.name for weight in plan.analysis.costs.weights(plan.ranks[2].stage.nodes)}
     assert "layers.0.mixture.first" in held and "layers.1.mixture.first" not in held
@@ -66,9 +66,9 @@ def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
     assert to_file(other).placed == to_file(make_plan(model, experts=EXPERTS)).placed
 
 
-def test_plan_is_read_back(tmp_path: Path) -> None:
+def test_plan_is_read_back(tmp_path: Path, mixtures: Mixtures) -> None:
     """Also if another group than the first has the least memory, so that the plan is made for that group."""
-    model = save_mixture(tmp_path, "gathered")
+    model = mixtures("gathered")
     memory = ["1GiB", "cpu2=900MiB", "cpu3=800MiB"]
     plan = make_plan(model, experts=EXPERTS, memory=memory)
     assert {own.device for own in plan.analysis.partition.placed} == {"cpu1"}
@@ -93,9 +93,9 @@ def test_states_stay_with_their_group(deep_decoder: Path, tmp_path: Path) -> Non
         assert list(session.generate([5, 9, 2], max_new_tokens=5)) == plain_loop(deep_decoder, [5, 9, 2], 5)
 
 
-def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
+def test_predicted_time_is_that_of_a_groups_rows(mixtures: Mixtures) -> None:
     """Two groups halve a request's time if computing the rows takes longer than reading the weights."""
-    model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=2000, wide=256, inner=512))
+    model = mixtures("stacked", 2, Sizes(rows=2000, wide=256, inner=512))
     asked = {"experts": EXPERTS, "shapes": {"ids": (8, 128)}}
     grouped, alone = (
         predict(make_plan(model, devices, mode, **asked), Machine(), 1).latency
@@ -104,9 +104,9 @@ def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
     assert 0.45 * alone < grouped < 0.65 * alone
 
 
-def test_groups_relieve_themselves(tmp_path: Path) -> None:
+def test_groups_relieve_themselves(tmp_path: Path, mixtures: Mixtures) -> None:
     """If blocks alone do not fit, the planner places experts in each group, and the plan says on which devices."""
-    model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
+    model = mixtures("dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"spread": True, "batch_groups": 2, "shapes": {"ids": (2, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, "4xcpu", "layer", **asked).ranks)
     for tenths in range(112, 100, -1):
@@ -119,8 +119,8 @@ def test_groups_relieve_themselves(tmp_path: Path) -> None:
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-def test_each_group_needs_its_device(tmp_path: Path) -> None:
-    model = save_mixture(tmp_path, "fused")
+def test_each_group_needs_its_device(mixtures: Mixtures) -> None:
+    model = mixtures("fused")
     with pytest.raises(MisuseError, match="the 3 devices are one group with those that weights are placed on"):
         make_plan(model, "3xcpu", experts=ExpertsPlace("cpu2"))
     with pytest.raises(MisuseError, match="in batch mode the 4 devices are 2 groups"):

@@ -25,7 +25,7 @@ from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.wiring import find_links, find_wiring
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.conftest import DECODER
+from tests.conftest import DECODER, KEPT
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
 from tests.helpers.greedy import plain_loop
@@ -36,16 +36,22 @@ TEXT = [7, 21, 5, 33, 40, 2]
 WORDS = " ".join(f"w{token}" for token in TEXT)
 
 
+def kept(folder: Path) -> Path:
+    """The folder. Tests may not change its models, whose analyses are cached for all of them."""
+    KEPT.models.update(folder.glob("*.onnx"))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models of a speech folder."""
-    return made.speech_folder(tmp_path_factory.mktemp("speech"))
+    return kept(made.speech_folder(tmp_path_factory.mktemp("speech")))
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models of a text folder."""
-    return made.text_folder(tmp_path_factory.mktemp("text"))
+    return kept(made.text_folder(tmp_path_factory.mktemp("text")))
 
 
 def compiled(folder: Path, package: Path, mode: str, names: tuple[str, ...] = ()) -> Path:

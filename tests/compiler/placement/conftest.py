@@ -1,0 +1,3 @@
+from tests.helpers.mixtures import mixtures
+
+__all__ = ["mixtures"]
