@@ -281,7 +281,7 @@ from splitc.runtime.mpi import first_process
 find, late = first_process.find_world, os.environ[sys.argv.pop(1)] == "1"
 def find_late():
     os.write(1, b"begins\\n")  # at once: print writes the line's end for itself where Python buffers nothing
-    time.sleep(2 * late)
+    time.sleep(late)
     return find()
 first_process.find_world = find_late
 sys.argv[0] = "splitc"
@@ -295,7 +295,7 @@ def test_signal_waits_until_all_processes_have_met(mpi: Mpi, number: int, decode
     command = ("bench", compile_mode(decoder, "tensor"), "--runs", 1_000_000)
     process = mpi.start(2, sys.executable, "-c", LATE, mpi.rank_variable, *command)
     assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begins\n"] * 2
-    time.sleep(1)
+    time.sleep(0.5)
     children = psutil.Process(process.pid).children(recursive=True)
     opened = set[str]().union(*(find_mapped(child.pid, MPI) for child in children))
     process.send_signal(number)
