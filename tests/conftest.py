@@ -71,7 +71,7 @@ KEPT = KeptAnalyses()
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_analyses() -> Iterator[None]:
-    """The decoders' analyses, most of the time of a plan, are cached and shared by all plans that ask the same."""
+    """Analyses of shared models, most of the time of a plan, are cached for all plans that ask the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("splitc.compiler.modes.asked.analyze", KEPT.analyze)
         yield
