@@ -45,9 +45,8 @@ def find_adopted(graph: ir.Graph, states: Sequence[State]) -> Adopted:
         if operator_name(node) == GROUPED and all(node.inputs[place] in growing for place in PASTS)
     )
     pasts = tuple(value for node in nodes for place in PASTS if (value := node.inputs[place]) is not None)
-    return (
-        Adopted(nodes, pasts) if nodes and all(_reads_length(node, set(pasts)) for node in nodes) else Adopted((), ())
-    )
+    are_all = all(_reads_length(node, set(pasts)) for node in nodes)
+    return Adopted(nodes, pasts) if are_all else Adopted((), ())
 
 
 def _reads_length(node: ir.Node, pasts: Collection[ir.Value]) -> bool:

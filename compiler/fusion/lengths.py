@@ -129,19 +129,19 @@ class Lengths:
         """The filled rows of all caches that are in place."""
         return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
 
-    def of(self, past_input: ir.Value, added: ir.Value, whole: ir.Value) -> Filled:
+    def of(self, past: ir.Value, new: ir.Value, present: ir.Value) -> Filled:
         """The filled rows of a cache, with the rows that a request adds to it, and its present.
 
         Raises NotFusedError if its length equals another size, or no input has as many elements as a request adds.
         """
-        past, new, present = (self._sizes.axes(value) for value in (past_input, added, whole))
-        if past is None or new is None or present is None or not self._sizes.differ:
+        before, added, after = (self._sizes.axes(value) for value in (past, new, present))
+        if before is None or added is None or after is None or not self._sizes.differ:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[-2].size:
+        if before[ROWS].fixed is not None or after[ROWS].fixed is not None or before[ROWS].size == added[-2].size:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if past[ROWS].size not in self._filled:
-            self._filled[past[ROWS].size] = self._add(past[ROWS], new, present[ROWS])
-        return self._filled[past[ROWS].size]
+        if before[ROWS].size not in self._filled:
+            self._filled[before[ROWS].size] = self._add(before[ROWS], added, after[ROWS])
+        return self._filled[before[ROWS].size]
 
     def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
         graph, tokens = self._editor.graph, new[-2]

@@ -59,16 +59,26 @@ def decompose_attention(graph: ir.Graph, operators: Collection[str] = (GROUPED, 
         name = operator_name(node)
         if name not in operators or runs_on_gpu(node) or not (name == LATENT or _is_known(node)):
             continue
+        if (sizes := _sizes_of(node)) is None:
+            continue
         nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
         kind = WindowRows if _holds_window(node) else Rows
         shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
         if name == LATENT:
-            shared_size, rank = node.attributes["sizes"].as_ints()
-            made = _write_on_latents(kind(AttentionOnLatents(node), (shared_size, rank), nodes, shared))
-            put_in_place(node, nodes.made, made, graph)
-        elif (size := _size_of(node)) is not None:
-            put_in_place(node, nodes.made, _write(kind(Attention(node), (size, size), nodes, shared)), graph)
+            made = _write_on_latents(kind(AttentionOnLatents(node), sizes, nodes, shared))
+        else:
+            made = _write(kind(Attention(node), sizes, nodes, shared))
+        put_in_place(node, nodes.made, made, graph)
     return bool(requests)
+
+
+def _sizes_of(node: ir.Node) -> tuple[int, int] | None:
+    """The last sizes of the caches of keys and of values; None if they are not known."""
+    if operator_name(node) == LATENT:
+        shared, rank = node.attributes["sizes"].as_ints()
+        return shared, rank
+    size = _size_of(node)
+    return None if size is None else (size, size)
 
 
 def _size_of(node: ir.Node) -> int | None:
