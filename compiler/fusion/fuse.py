@@ -29,6 +29,7 @@ from splitc.compiler.fusion.kept_rows import Chosen, find_tokens, keep_rows
 from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import LatentAttention, find_latent, write_latent
+from splitc.compiler.fusion.latent_cache import OPERATOR as CACHED_LATENT
 from splitc.compiler.fusion.latent_cache import find_latent_caches
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
@@ -42,7 +43,6 @@ from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import name_of, operator_name
 from splitc.compiler.operators.gpu_kernels import HALVES
-from splitc.compiler.operators.gpu_kernels import LATENT as CACHED_LATENT
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State

@@ -28,6 +28,7 @@ from splitc.compiler.fusion.sizes import fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.operators.gpu_kernels import LATENT
 
+DOMAIN, _, OPERATOR = LATENT.rpartition(".")
 # The first opset in which all operators of the decomposition exist as they are used there.
 OPSET = 13
 
@@ -56,14 +57,13 @@ class LatentCaches:
         """
         attention, frame, work, (shared, own) = writing.attention, writing.frame, writing.work, queries
         bias = self.filled.with_room(write_bias(attention, frame, work), work) if attention.biases else None
-        domain, _, name = LATENT.rpartition(".")
         lengths = (self.filled.lasts, self.filled.total)
         heads, sizes = frame.heads.fixed or 1, [work.axes(query)[-1].fixed or 1 for query in queries]
         node = ir.node(
-            name,
+            OPERATOR,
             [own, *self.added, *self.pasts, *lengths, shared, *([] if bias is None else [None, None, bias])],
             {"num_heads": heads, "kv_num_heads": 1, "sizes": sizes, "scale": scale, "causal": 0},
-            domain=domain,
+            domain=DOMAIN,
             num_outputs=3,
         )
         work.insert(node)
