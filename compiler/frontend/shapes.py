@@ -97,7 +97,8 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer the symbolic shape and type of every value from the inputs, in place. See `infer_shapes_and_types`.
 
     The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
-    which later passes allow for. Outputs without any inferred size keep the file's shape, others its symbols.
+    which later passes allow for. An output without any inferred size keeps the file's shape. Others keep its symbols
+    where inference knows no size.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):

@@ -15,6 +15,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.grouped import BIAS, LASTS, PASTS, QUERY, TOTAL
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.sizes import Sizes, size_readers
 from splitc.compiler.nodes import operator_name
@@ -22,8 +23,7 @@ from splitc.compiler.operators.gpu_kernels import GROUPED
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.package.states import State
 
-# Indices of the operator's inputs and outputs.
-QUERY, PASTS, LASTS, TOTAL, BIAS = 0, (3, 4), 5, 6, 10
+# The indices of the operator's outputs for the caches.
 PRESENTS = (1, 2)
 
 

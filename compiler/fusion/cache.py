@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import onnx_ir as ir
 
@@ -189,9 +190,8 @@ def check_scores(attention: Attention) -> None:
 
     others = [node for value in attention.passed for node, _ in value.uses()]
     read = reached([node for node in others if node not in own and not is_onnx(node, "Shape")], below)
-    if any(value.is_graph_output() for node in read for value in node.outputs) or any(
-        value.is_graph_output() for value in attention.passed
-    ):
+    dependent = chain(attention.passed, (value for node in read for value in node.outputs))
+    if any(value.is_graph_output() for value in dependent):
         raise NotFusedError("its scores or weights have other readers")
 
 

@@ -30,6 +30,8 @@ from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
+# The indices of its inputs.
+QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
 # The kernels take head sizes that are multiples of this.
 UNIT = 8
 # Transposes [batch, heads, rows, size] to [batch, rows, heads, size].

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.grouped import BIAS, PASTS
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
@@ -20,9 +21,8 @@ from splitc.compiler.fusion.softmax import without_nan
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED, LATENT
 
-# Attention with caches in place, and the indices of its inputs for the keys' past and the bias.
+# Attention with caches in place: the indices of its inputs are those of GroupQueryAttention.
 CACHED = (GROUPED, LATENT)
-PAST, BIAS = 3, 10
 # The index of a Where's input for elements whose condition is false.
 KEPT = 2
 
@@ -72,6 +72,6 @@ def biased(value: ir.Value) -> Iterator[ir.Node | None]:
 
 def _length(node: ir.Node, filled: Sequence[Filled], sizes: Sizes) -> str | None:
     """The input for the length of an attention's caches."""
-    past = node.inputs[PAST]
+    past = node.inputs[PASTS[0]]
     axes = None if past is None else sizes.axes(past)
     return next((one.input.name for one in filled if axes and axes[ROWS].size == one.past.size), None)

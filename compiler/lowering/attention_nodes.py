@@ -12,11 +12,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.fusion.grouped import BY_ROWS
+from splitc.compiler.fusion.grouped import BIAS, BY_ROWS, SINKS
 from splitc.compiler.fusion.multi_head import DOMAIN
 
-# The numbers of the operator's inputs.
-QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
 # LatentAttention's queries of shared keys.
 SHARED_QUERY = 7
 LAST = (1 << 63) - 1

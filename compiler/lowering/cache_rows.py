@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.lowering.attention_nodes import LASTS, PASTS, POSITIONS, QUERY, TOTAL, Attention, Nodes
+from splitc.compiler.fusion.grouped import LASTS, PASTS, POSITIONS, QUERY, TOTAL
+from splitc.compiler.lowering.attention_nodes import Attention, Nodes
 
 F = TypeVar("F", bound=Callable[..., ir.Value])
 

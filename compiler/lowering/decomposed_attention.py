@@ -18,22 +18,10 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.fusion.grouped import BIAS, KEY, LASTS, PASTS, QUERY, SINKS, TABLES, TOTAL
 from splitc.compiler.fusion.latent_cache import OPSET
 from splitc.compiler.fusion.multi_head import DOMAIN
-from splitc.compiler.lowering.attention_nodes import (
-    BIAS,
-    KEY,
-    LASTS,
-    PASTS,
-    QUERY,
-    SINKS,
-    TABLES,
-    TOTAL,
-    Attention,
-    AttentionOnLatents,
-    Nodes,
-    put_in_place,
-)
+from splitc.compiler.lowering.attention_nodes import Attention, AttentionOnLatents, Nodes, put_in_place
 from splitc.compiler.lowering.cache_rows import Rows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
 from splitc.compiler.lowering.window_rows import WindowRows

@@ -16,7 +16,7 @@ from splitc.compiler.frontend.lazy_tensors import JoinedTensor
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
-from splitc.compiler.fusion.masks import PAST
+from splitc.compiler.fusion.grouped import PASTS
 from splitc.compiler.lowering.weight_products import columns_of, has_own_weight, is_product, weight_of
 from splitc.compiler.nodes import settings_of
 from splitc.compiler.operators.registry import operator_of
@@ -33,7 +33,11 @@ def join_products(graph: ir.Graph) -> None:
     """Merge the query, key and value projections of attention with a cache, if they are of one value, in place."""
     editor = Editor(graph)
     for node in list(graph):
-        if (node.domain, node.op_type) == ATTENTION and len(node.inputs) > PAST and node.inputs[PAST] is not None:
+        if (
+            (node.domain, node.op_type) == ATTENTION
+            and len(node.inputs) > PASTS[0]
+            and node.inputs[PASTS[0]] is not None
+        ):
             groups: dict[Any, list[ir.Node]] = {}
             products = _products(node)
             for product in (node for node in graph if node in products):

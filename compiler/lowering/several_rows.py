@@ -19,8 +19,9 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.grouped import KEY, PASTS, QUERY, TOTAL
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS
-from splitc.compiler.lowering.attention_nodes import KEY, LAST, PASTS, QUERY, TOTAL, Attention, Nodes, put_in_place
+from splitc.compiler.lowering.attention_nodes import LAST, Attention, Nodes, put_in_place
 
 
 @dataclass(frozen=True)

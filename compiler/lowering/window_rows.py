@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.lowering.attention_nodes import PASTS
+from splitc.compiler.fusion.grouped import PASTS
 from splitc.compiler.lowering.cache_rows import Rows, made_once
 
 # The position of unfilled rows: behind all others, so that no query sees them.

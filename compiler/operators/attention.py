@@ -177,18 +177,11 @@ def _mask(op: Operation, number: int) -> str:
 
 
 def key_lengths(op: Operation, number: int) -> int | None:
-    """Example lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves other rows unset.
+    """Example lengths for attention with caches: those of the whole cache, since kernels leave other rows unset.
 
     They include the new tokens: with less, a loop of ONNX Runtime 1.23 starts below zero and never ends.
     """
-    new = ax.size_of(op.input(0)[1])
-    keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
-    return {5: keys - 1, 6: keys}.get(number)
-
-
-def latent_lengths(op: Operation, number: int) -> int | None:
-    """Example lengths for attention on latents: those of the whole cache."""
-    new = ax.size_of(op.input(0)[2])
+    new = ax.size_of(op.input(0)[-2])
     keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
     return {5: keys - 1, 6: keys}.get(number)
 
@@ -274,7 +267,7 @@ OPERATORS = (
         masks=(5, 6, 10),
         states={1: 3, 2: 4},
         writes_in_place=True,
-        example_input=latent_lengths,
+        example_input=key_lengths,
         scratch=scratch.latent_attention,
         half_scratch=scratch.latent_attention,
     ),

@@ -8,7 +8,8 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.fusion.masks import BIAS, KEPT, biased
+from splitc.compiler.fusion.grouped import BIAS
+from splitc.compiler.fusion.masks import KEPT, biased
 from splitc.compiler.fusion.preamble import Preamble, without_outputs
 from splitc.compiler.fusion.softmax import without_nan
 from splitc.compiler.packaging.onnx_files import write_model_files

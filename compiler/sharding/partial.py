@@ -213,7 +213,7 @@ class _Flow:
         others = [other for other in reader.inputs if other is not None and other is not value]
         if operator_of(reader).is_addition:
             return any(other in self.partial for other in others)
-        scales = frozenset([number]) in self.operations[reader].linear and all(o.is_initializer() for o in others)
+        scales = _is_linear(self.operations[reader], {number}) and all(o.is_initializer() for o in others)
         made = reader.outputs[0]
         return scales and self.size(made) == self.size(value) and self._meets_partial(made)
 
