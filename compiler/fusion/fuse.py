@@ -22,6 +22,8 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, find_atte
 from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Caches, check_scores, find_caches, growing_caches, unfused_caches
+from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
+from splitc.compiler.fusion.experts import mark_experts
 from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
@@ -121,6 +123,8 @@ def fuse(
             outcomes.append(outcome)
     chosen, places = work.keep_rows()
     outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
+    mixtures = mark_experts(graph.graph, gains.experts) if gains.experts else ()
+    outcomes += [Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mixtures]
     if not any(outcome.operator for outcome in outcomes):
         return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})

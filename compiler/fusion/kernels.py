@@ -29,6 +29,7 @@ class Gains:
       place, even if that takes more operations.
     - `scattered`: caches that are written by index.
     - `rows`: elementwise operators and norms as one kernel that reads each row once (lowering/fused_rows.py).
+    - `experts`: mixtures of experts as one operator.
     - `divided`: products whose result is split by columns, with at least `least_rows` rows.
     """
 
@@ -45,6 +46,7 @@ class Gains:
     most_absorbed: int = 0
     scattered: Types = NONE
     rows: Types = NONE
+    experts: Types = NONE
     divided: Types = NONE
     least_rows: int = 0
 
@@ -80,6 +82,7 @@ ON_GPUS = Gains(
     has_room=True,
     most_absorbed=1 << 11,
     rows=HALVES,
+    experts=HALVES,
     divided=HALVES,
     least_rows=1 << 11,
 )

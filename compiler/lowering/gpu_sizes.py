@@ -22,6 +22,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
+from splitc.compiler.lowering.fused_experts import fuse_experts
 from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.lowering.widened import widen
 from splitc.compiler.operators.gpu_kernels import host_inputs
@@ -78,8 +79,9 @@ def _serves_host(node: ir.Node, on_gpu: Collection[tuple[ir.Node, int]]) -> bool
 def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
     """Decompose attention that has no CUDA kernel, in place, and move its sizes as `keep_on_gpu` does.
 
-    Products of few grouped rows get a branch of their own.
+    Recognized experts become one operator. Other products of few grouped rows get a branch of their own.
     """
+    fuse_experts(graph)
     copy_matrices_of_few_rows(graph)
     if decompose_attention(graph):
         keep_on_gpu(graph, opset, shapes)

@@ -16,6 +16,8 @@ from splitc.compiler.operators.operator import Shapes
 # The most rows whose matrices are copied, and the most bytes of the copies. A choice: a token has 2 to 10 experts, with
 # matrices of up to 250 MB.
 MOST_ROWS, MOST_BYTES = 16, 1 << 29
+# This key of a Concat's `meta` says that one operator computes its products, and others, on GPUs (fusion/experts.py).
+EXPERTS = "splitc.experts"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def find_row_groups(node: ir.Node) -> RowGroups | None:
 def _read_group(made: ir.Value | None) -> _Group | None:
     """The group whose rows a value is computed from; None if it is computed otherwise."""
     bias = None
+    if (same := _producer(made, "Identity")) is not None:  # a bias that another rank adds
+        made = same.inputs[0]
     if (sum_ := _producer(made, "Add")) is not None:
         made, bias = sum_.inputs[0], _part(sum_.inputs[1])
         if bias is None:
@@ -132,13 +136,18 @@ def most_copied(elements: int, bits: int) -> int:
     return min(MOST_ROWS, MOST_BYTES // max(1, elements * bits // 8))
 
 
-def copied_matrices(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """The scratch of a Concat on GPUs, in elements: the copied matrices, if it joins products of grouped rows."""
+def grouped_scratch(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The scratch of a Concat on GPUs, in elements, if it joins products of grouped rows.
+
+    That are the copied matrices, or the sorted rows of the operator that computes them.
+    """
     groups = find_row_groups(node)
     dtype = node.outputs[0].dtype
     shape = None if groups is None else matrices_shape(groups)
     if shape is None or dtype is None:
         return ()
+    if EXPERTS in node.meta:
+        return (shape[1] * outputs[0][0],)
     elements = shape[1] * outputs[0][-1]
     return (elements * most_copied(elements, dtype.bitwidth),)
 

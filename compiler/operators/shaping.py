@@ -9,7 +9,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
-from splitc.compiler.operators.row_groups import copied_matrices
+from splitc.compiler.operators.row_groups import grouped_scratch
 
 # An end beyond any axis.
 WHOLE = 2**31 - 1
@@ -237,8 +237,8 @@ OPERATORS = (
         shape_arithmetic=True,
         passes_sizes=True,
         rearranges=True,
-        half_scratch=copied_matrices,
-        single_scratch=copied_matrices,
+        half_scratch=grouped_scratch,
+        single_scratch=grouped_scratch,
     ),
     Operator("Split", split, shape_arithmetic=True, rearranges=True, sizes_are_offsets=True),
     Operator(

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import has_subgraphs
+from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
 from splitc.compiler.lowering.few_rows import FEW_ROWS, inside_copied
@@ -61,6 +62,7 @@ def written_entry(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
     by_data = branches and decides_by_data(graph)
     return {
         "attends": any(operator_of(node).is_attention for node in graph.all_nodes()),
+        "experts": on_gpu and any(node.op_type == EXPERTS for node in graph.all_nodes()),
         "control_flow": by_data,
         "branches_by_sizes": branches and not by_data,
         "not_captured": why_not_captured(graph) if on_gpu else "",

@@ -17,6 +17,7 @@ TITLES = {
     "modulation": "modulated norms fused",
     "product": "products split into parts",
     "rotary": "rotary embeddings fused",
+    "experts": "mixtures of experts fused",
     "slices": "slices concatenated",
     "rows": "logits of chosen tokens alone",
 }

@@ -41,6 +41,7 @@ class EngineFile(Struct, frozen=True):
     - `sizes_only`: the inputs of which it reads the sizes, but not the data.
     - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
     - `attends`, `convolves`: whether it has attention operators, or convolutions.
+    - `experts`: whether it has the operator MoE, on a GPU.
     - `data_sizes`, `control_flow`: whether data decide sizes inside it, as NonZero's, or what it runs.
     - `branches_by_sizes`: whether it has an If that sizes alone decide: with known sizes it can be captured on a GPU.
     - `not_captured`: a node on the CPU that keeps ONNX Runtime from capturing the engine on a GPU, if one is known.
@@ -58,6 +59,7 @@ class EngineFile(Struct, frozen=True):
     weights: list[Weight] | None = None
     attends: bool = True
     convolves: bool = True
+    experts: bool = False
     data_sizes: bool = False
     control_flow: bool = False
     branches_by_sizes: bool = False

@@ -10,6 +10,7 @@ from pathlib import Path
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
+from splitc.runtime.engines.expert_kernels import use_first_expert_kernels
 from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -119,6 +120,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 branches_by_sizes=file.branches_by_sizes,
                 products=file.products,
             )
+            if file.experts:
+                use_first_expert_kernels()
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

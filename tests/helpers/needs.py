@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnxruntime as ort
 import pytest
 
+from splitc.compiler.fusion.experts import computes_gates
 from splitc.compiler.fusion.grouped import is_known
 
 needs_dlpack = pytest.mark.skipif(
@@ -12,6 +13,9 @@ needs_dlpack = pytest.mark.skipif(
 )
 needs_caches = pytest.mark.skipif(
     not is_known(), reason="the ONNX Runtime that is installed has no operator for caches in place"
+)
+needs_gated_experts = pytest.mark.skipif(
+    not computes_gates(), reason="the operator MoE of the ONNX Runtime that is installed computes no gates"
 )
 IS_OLD = ort.__version__.startswith("1.23.")
 needs_empty_weights = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 divides by the size of an empty weight")

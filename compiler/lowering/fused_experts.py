@@ -1,0 +1,119 @@
+"""Writes recognized mixtures of experts (fusion/experts.py) as the operator MoE, in engines for GPUs.
+
+The operator chooses each row's experts itself, and scales their results by their shares. Here each row has a single
+expert already: rows are sorted by their expert, and scaled behind. So it gets one choice a row, whose share is 1. Its
+kernels read the matrices transposed, and the columns of gates and values in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor, computed, part_of_file
+from splitc.compiler.frontend.matching import tensor_of
+from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.fusion.experts import (
+    GATES_FIRST,
+    GATES_LAST,
+    GATES_ODD,
+    OPERATOR,
+    Activation,
+    experts_before,
+    fits,
+)
+from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
+from splitc.compiler.operators.row_groups import EXPERTS, RowGroups
+from splitc.runtime.arrays.array import Array
+
+Turn = Callable[[Array], Array]
+
+
+def fuse_experts(graph: ir.Graph) -> None:
+    """Replace the products of marked experts by the operator, in place."""
+    editor, replaced = Editor(graph), False
+    for node in list(graph):
+        activation: Activation | None = (origin_of(node) or node).meta.get(EXPERTS)
+        experts = None if activation is None else experts_before(node)
+        if activation is None or experts is None or not fits(experts):
+            continue
+        b = Nodes(f"{node.outputs[0].name}/experts", editor)
+        inputs = [
+            experts.first.rows,
+            _choices(experts.first, b),
+            *_weights(experts.first, activation, editor),
+            *_weights(experts.second, Activation({}), editor),
+        ]
+        how = {"k": 1, "normalize_routing_weights": 1, **activation.attributes}
+        made = b.one(OPERATOR, *inputs, domain=DOMAIN, **how)
+        put_in_place(node, b.made, [made], graph)
+        replaced = True
+    if replaced:
+        graph.opset_imports.setdefault(DOMAIN, 1)
+        remove_unused(graph)
+
+
+def _choices(groups: RowGroups, b: Nodes) -> ir.Value:
+    """A number for each row and expert, [rows, experts]: the largest is that of the row's expert.
+
+    That is the first expert whose rows end behind the row.
+    """
+    size = b.sizes("Gather", b.sizes("Shape", groups.rows, count=2), b.editor.numbers(0))
+    count = b.one("Squeeze", size, b.editor.numbers(0))
+    count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+    numbers = b.shaped(b.one("Range", none, count, one), -1, 1)
+    dtype = described(groups.rows).dtype
+    assert dtype is not None
+    descending = b.editor.constant(np.arange(groups.count, 0, -1).astype(dtype.numpy()))
+    return b.one(
+        "Where", b.one("Less", numbers, groups.ends), descending, b.editor.constant(np.array(-1, dtype.numpy()))
+    )
+
+
+def _weights(groups: RowGroups, activation: Activation, editor: Editor) -> list[ir.Value | None]:
+    """The experts' matrices, [experts, columns, inner], and their biases, as the operator reads them."""
+    order = _order(activation.gates)
+    matrices = tensor_of(groups.matrices)
+    made: list[ir.Value | None] = [_turned(matrices, lambda array: order(array.swapaxes(1, 2)), editor)]
+    made.append(None if groups.biases is None else _turned(tensor_of(groups.biases), order, editor))
+    return made
+
+
+def _order(gates: str | None) -> Turn:
+    """A function that orders columns, along the second axis, such that each gate is followed by its value."""
+
+    def order(array: Array) -> Array:
+        if gates in (GATES_FIRST, GATES_LAST):
+            halves = np.split(array, 2, 1)
+            array = np.stack(halves if gates == GATES_FIRST else halves[::-1], 2).reshape(array.shape)
+        elif gates == GATES_ODD:
+            array = np.stack([array[:, 1::2], array[:, ::2]], 2).reshape(array.shape)
+        return array
+
+    return order
+
+
+def _turned(tensor: ir.TensorProtocol, turn: Turn, editor: Editor) -> ir.Value:
+    """A weight whose first axis is that of experts, each of them turned. It is read, one by one, when it is written."""
+    parts = [_of_expert(tensor, number) for number in range(tensor.shape.numpy()[0])]
+    shape = turn(np.empty(parts[0].shape.numpy(), np.bool_)).shape
+    turned = [computed(part, shape, part.name or "", turn) for part in parts]
+    return editor.weight(JoinedTensor(turned, 0, f"{tensor.name}/turned"))
+
+
+def _of_expert(tensor: ir.TensorProtocol, number: int) -> ir.TensorProtocol:
+    """One expert's part of a tensor, [1, ...], which is read without the others where that is possible."""
+    shape = ir.Shape([1, *tensor.shape.numpy()[1:]])
+    name = f"{tensor.name}[{number}]"
+    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8:
+        size = tensor.nbytes // tensor.shape.numpy()[0]
+        return part_of_file(tensor, number * size, size, shape, name)
+    if isinstance(tensor, CutTensor) and 0 not in tensor.places:
+        return CutTensor(_of_expert(tensor.source, number), tensor.places, shape, name)
+    return CutTensor(tensor, {0: slice(number, number + 1)}, shape, name)
