@@ -148,23 +148,33 @@ class Probes:
 
     @cached_property
     def _caches(self) -> Mapping[str, str]:
-        """As `_same`, without the axes of the batch and of heads (0 and 1)."""
-        return self._same_axes(lambda axis: axis >= 2)
+        """As `_same`, by the first axis of each symbol behind those of the batch and of heads (0 and 1).
+
+        The length of encoder states may be an axis of a mask before it is one of caches.
+        """
+        return self._same_axes(lambda axis: axis >= 2, pins=False)
 
     @cached_property
     def _same_rows(self) -> Mapping[str, str]:
         """As `_same`, without axis 1, which is usually a length."""
         return self._same_axes(lambda axis: axis != 1)
 
-    def _same_axes(self, counts: Callable[[int], bool]) -> dict[str, str]:
-        """The symbols of axes for which `counts` holds, each with the first symbol of the same axis and given size."""
+    def _same_axes(self, counts: Callable[[int], bool], pins: bool = True) -> dict[str, str]:
+        """The symbols of axes for which `counts` holds, each with the first symbol of the same axis and given size.
+
+        An axis for which it does not hold `pins` a symbol: its first axis says what it is.
+        """
         firsts: dict[tuple[int, int], str] = {}
         same: dict[str, str] = {}
         for value in self.graph.graph.inputs:
             for axis, size in enumerate(value.shape or ()):
                 name = size.value if isinstance(size, ir.SymbolicDim) else None
-                if name is not None and name in self._symbols and name not in same:  # its first axis says what it is
-                    same[name] = firsts.setdefault((axis, self._symbols[name]), name) if counts(axis) else name
+                if name is None or name not in self._symbols or name in same:
+                    continue
+                if counts(axis):
+                    same[name] = firsts.setdefault((axis, self._symbols[name]), name)
+                elif pins:
+                    same[name] = name
         return {name: other for name, other in same.items() if name != other}
 
     def _fits(self, made: BoundShapes) -> bool:

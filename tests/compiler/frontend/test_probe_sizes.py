@@ -120,6 +120,20 @@ def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
     assert shapes["k"] == shapes["v"] and shapes["k"][2] != shapes["q"][2]
 
 
+def test_a_length_of_a_mask_and_of_caches(tmp_path: Path) -> None:
+    """Torch's exporter names the length of encoder states by the mask, and in other caches anew."""
+    b = Block()
+    mask = b.data("mask", (2, 9), ["batch", "states"])
+    queries = b.data("q", (2, 3, 1, 4), ["batch", 3, 1, 4])
+    keys = b.data("k", (2, 3, 9, 4), ["batch", 3, "states", 4])
+    values = b.data("v", (2, 3, 9, 4), ["batch", 3, "others", 4])
+    scores = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 1, 3, 2]))
+    weights = b.op("Softmax", b.op("Add", scores, b.op("Unsqueeze", mask, b.ints(1, 2))))
+    b.give(b.op("MatMul", weights, values))
+    shapes = probes_of(b, tmp_path).different().shapes
+    assert shapes["k"] == shapes["v"] and shapes["k"][2] == shapes["mask"][1] != 9
+
+
 def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
     """Whatever its name, values computed from it differ between requests."""
     b = Block()
