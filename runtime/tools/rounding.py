@@ -53,7 +53,7 @@ def nudged(feeds: Arrays) -> Iterator[Arrays]:
 def nudged_weights(model: Path) -> Iterator[bytes]:
     """The model with numbers in its weight vectors one step up, and one step down; nothing without `onnx`.
 
-    For a model whose inputs are all integers. External data stay in their files, except for these vectors.
+    External data stay in their files, except for these vectors.
     """
     if find_spec("onnx") is None:
         return

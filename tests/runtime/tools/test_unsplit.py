@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
+from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime.cli.app import app
 from splitc.runtime.engines import Backend
@@ -67,7 +68,7 @@ def without_gpus(engine: str, device: Device, *options: Any) -> Backend:
     return make_backend(engine, device, *options)
 
 
-def test_model_without_inputs_of_floating_point_runs_with_other_weights(tmp_path: Path) -> None:
+def test_model_runs_with_other_weights(tmp_path: Path) -> None:
     """A step up and a step down. What stands for infinity, and short weights, such as exponents, stay."""
     b = Block()
     ids = b.indices("ids", [3, 1], ["n"])
@@ -83,6 +84,20 @@ def test_model_without_inputs_of_floating_point_runs_with_other_weights(tmp_path
         assert not np.array_equal(made, expected)
         np.testing.assert_allclose(made, expected, rtol=1e-5)
     assert len(moved) == 2
+
+
+def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path) -> None:
+    """As caches have hardly any in a router's choice."""
+    b = Block()
+    ids, past = b.indices("ids", [3, 1], ["n"]), b.data("past", (2, 4), ["n", 4])
+    b.give(b.op("Mul", b.op("Gather", b.w("table", 30, 12), ids), b.w("scale", 12)), "scores", ["n", 12])
+    b.give(b.op("Neg", past), "present", ["n", 4])
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "cpu0"), tmp_path / "package")
+    with open_reference(tmp_path / "model.onnx", read_manifest(tmp_path / "package"), [CPU], 1) as whole:
+        expected, moved = whole.run(b.feeds), list(whole.run_nudged(b.feeds))
+    changed = [{name for name, array in made.items() if not np.array_equal(array, expected[name])} for made in moved]
+    assert changed == [{"present"}] * 2 + [{"scores"}] * 2
 
 
 def test_check_says_what_it_compared_with(decoder: Path, package: Path) -> None:
