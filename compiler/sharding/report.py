@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
@@ -134,8 +135,9 @@ def _weight_split(
     analysis: Analysis, split: ShardedModel, choice: Choice, value: ir.Value, uses: list[Axes], in_block: bool
 ) -> WeightSplit:
     size = analysis.costs.value_bytes(value)
-    share = min(_split_share(split, axes) for axes in uses)
-    atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
+    least = min(uses, key=partial(_split_share, split))  # equal weights of several nodes are one
+    share = _split_share(split, least)
+    atoms = [atom for axis in least or () for atom in dict.fromkeys(ax.atoms(axis))]
     units = _units(split, uses[0])
     is_number = value.const_value is not None and value.const_value.size == 1
     no_axis = "it is a single number" if is_number else "it has no axis of known size"

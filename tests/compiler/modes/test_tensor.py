@@ -195,6 +195,18 @@ def test_linked_weights_are_parts_of_the_models_own_files(decoder: Path, tmp_pat
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
+def test_reason_of_a_weight_that_one_of_its_readers_has_whole(tmp_path: Path) -> None:
+    """Equal biases of several layers may be one weight, as those of zeros are."""
+    b = Block()
+    x, bias = b.data("x", (3, 16), ["n", 16]), b.w("bias", 64)
+    wide = b.op("Relu", b.op("Add", b.op("MatMul", x, b.w("up", 16, 64)), bias))
+    made = b.op("MatMul", wide, b.w("down", 64, 64))
+    b.give(b.op("Softmax", b.op("Add", made, bias), axis=-1), shape=["n", 64])
+    save(b.model(), tmp_path / "model.onnx")
+    reasons = {weight.name: weight.reason for weight in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
+    assert "(Softmax) needs the axis of 64 whole" in (reasons["bias"] or "")
+
+
 def test_what_one_node_needs_of_a_weight_is_one_reason(tmp_path: Path) -> None:
     b = Block()
     x = b.data("x", (2, 4, 6), ["n", 4, 6])
