@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
-from splitc.compiler.frontend.probe_sizes import primes_of
+from splitc.compiler.frontend.observation import primes_of
 from splitc.compiler.frontend.shapes import bind_shapes
 from splitc.compiler.request.shapes import Shape
 
@@ -26,7 +26,7 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
     if not numbered:
         return
-    others = dict(zip(sorted(numbered), primes_of(graph), strict=False))
+    others = dict(zip(sorted(numbered), primes_of(graph.graph), strict=False))
     if not _say_others(graph, given):
         shapes = input_sizes(graph.model, {}, frozenset()).shapes(graph.model)
         changed = {

@@ -143,6 +143,13 @@ def primes(smallest: int) -> Iterator[int]:
         yield prime
 
 
+def primes_of(graph: ir.Graph, smallest: int = 3) -> Iterator[int]:
+    """The primes from `smallest` on that divide no size of a weight."""
+    tensors = (weight.const_value for weight in graph.initializers.values())
+    avoid = {size for tensor in tensors if tensor is not None for size in tensor.shape.numpy()}
+    yield from (number for number in primes(smallest) if not any(size % number == 0 for size in avoid if size))
+
+
 def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[Origin, ...]:
     """The origins of one output's sizes. `made` are its shapes in the tries."""
     if len({len(shape) for shape in made}) > 1:

@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.observation import primes
-from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
+from splitc.compiler.frontend.observation import primes, primes_of
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 
@@ -148,10 +148,7 @@ class Probes:
 
     @cached_property
     def _caches(self) -> Mapping[str, str]:
-        """As `_same`, by the first axis of each symbol behind those of the batch and of heads (0 and 1).
-
-        The length of encoder states may be an axis of a mask before it is one of caches.
-        """
+        """As `_same`, by each symbol's first axis from 2 on: a mask may have the length of encoder states before."""
         return self._same_axes(lambda axis: axis >= 2, pins=False)
 
     @cached_property
@@ -162,19 +159,15 @@ class Probes:
     def _same_axes(self, counts: Callable[[int], bool], pins: bool = True) -> dict[str, str]:
         """The symbols of axes for which `counts` holds, each with the first symbol of the same axis and given size.
 
-        An axis for which it does not hold `pins` a symbol: its first axis says what it is.
+        An axis for which it does not hold `pins` a symbol.
         """
         firsts: dict[tuple[int, int], str] = {}
         same: dict[str, str] = {}
         for value in self.graph.graph.inputs:
             for axis, size in enumerate(value.shape or ()):
                 name = size.value if isinstance(size, ir.SymbolicDim) else None
-                if name is None or name not in self._symbols or name in same:
-                    continue
-                if counts(axis):
-                    same[name] = firsts.setdefault((axis, self._symbols[name]), name)
-                elif pins:
-                    same[name] = name
+                if name is not None and name in self._symbols and name not in same and (pins or counts(axis)):
+                    same[name] = firsts.setdefault((axis, self._symbols[name]), name) if counts(axis) else name
         return {name: other for name, other in same.items() if name != other}
 
     def _fits(self, made: BoundShapes) -> bool:
@@ -318,7 +311,7 @@ class Probes:
         - `smallest`: the first prime.
         - `primes`: these, in place of those that divide no size of a weight.
         """
-        primes = itertools.islice(primes or primes_of(self.graph, smallest), skipped, None)
+        primes = itertools.islice(primes or primes_of(self.graph.graph, smallest), skipped, None)
         symbols, numbers = self._symbols, dict[str, int]()
         for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
             if symbol in same:
@@ -374,7 +367,7 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
             if (count := evaluate_size(size, larger)) is not None and count < 2
             for symbol in size.free_symbols()
         }
-        unused = primes_of(graph, smallest)
+        unused = primes_of(graph.graph, smallest)
         larger = {name: next(unused) if name in small else size for name, size in larger.items()}
     yield from (larger, numbers) if larger != numbers else (numbers,)
 
@@ -402,9 +395,3 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
             if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
                 symbols[size.value] = number
     return symbols
-
-
-def primes_of(graph: Graph, smallest: int = 3) -> Iterator[int]:
-    """The primes from `smallest` on that divide no size of a weight."""
-    avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
-    yield from (number for number in primes(smallest) if not any(size % number == 0 for size in avoid if size))

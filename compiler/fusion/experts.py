@@ -20,10 +20,12 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.kernels import Types
+from splitc.compiler.fusion.mixtures import find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
@@ -45,10 +47,14 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Activation:
-    """What the operator computes between its products: its `attributes`, and where its `gates` are, if it has any."""
+    """What the operator computes between its products: its `attributes`, and where its `gates` are, if it has any.
+
+    `sorts`: rows are sorted only for the products (fusion/mixtures.py).
+    """
 
     attributes: Mapping[str, str | int | float]
     gates: str | None = None
+    sorts: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,10 @@ class Experts:
         return int(self.first.count * MOST_FLOPS / (6 * max(1, row * inner)))
 
 
-def mark_experts(graph: ir.Graph, types: Types) -> Iterator[tuple[str, str | None]]:
-    """Mark the experts of a graph that the operator is to compute.
+def mark_experts(
+    graph: ir.Graph, types: Types, shapes: Callable[[], Mapping[str, Shape]]
+) -> Iterator[tuple[str, str | None]]:
+    """Mark the experts of a graph that the operator is to compute. `shapes` returns those of all values for a request.
 
     Yields the name of each mixture's last node, and why it stays as it is (None if it does not).
     """
@@ -92,6 +100,9 @@ def mark_experts(graph: ir.Graph, types: Types) -> Iterator[tuple[str, str | Non
         except NotFusedError as error:
             yield name_of(node), str(error)
             continue
+        sorting = find_sorting(node.outputs[0], experts.first)
+        if sorting is not None and only_sorts(graph, sorting, experts.first, node.outputs[0], shapes()):
+            activation = replace(activation, sorts=True)
         node.meta[EXPERTS] = activation
         experts.joins.meta[EXPERTS] = activation
         yield name_of(node), None

@@ -123,7 +123,7 @@ def fuse(
             outcomes.append(outcome)
     chosen, places = work.keep_rows()
     outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
-    mixtures = mark_experts(graph.graph, gains.experts) if gains.experts else ()
+    mixtures = mark_experts(graph.graph, gains.experts, work.request) if gains.experts else ()
     outcomes += [Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mixtures]
     if not any(outcome.operator for outcome in outcomes):
         return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
@@ -154,6 +154,10 @@ class _Work:
     def _other_sizes(self) -> BoundShapes:
         """The shapes for probe sizes. Their inference takes long, so it waits until a pattern may be fused."""
         return Probes(self.graph, self.shapes, self.bound).different()
+
+    def request(self) -> Mapping[str, Shape]:
+        """The shapes of all values for another request than the planned one."""
+        return self._other_sizes.shapes
 
     @cached_property
     def _sizes(self) -> Sizes:

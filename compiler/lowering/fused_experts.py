@@ -8,6 +8,7 @@ kernels read the matrices transposed, and the columns of gates and values in tur
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor, compu
 from splitc.compiler.frontend.matching import tensor_of
 from splitc.compiler.frontend.origins import described, origin_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.experts import (
     GATES_FIRST,
     GATES_LAST,
@@ -26,6 +28,7 @@ from splitc.compiler.fusion.experts import (
     experts_before,
     fits,
 )
+from splitc.compiler.fusion.mixtures import Sorting, find_sorting
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups
@@ -43,19 +46,40 @@ def fuse_experts(graph: ir.Graph) -> None:
         if activation is None or experts is None or not fits(experts):
             continue
         b = Nodes(f"{node.outputs[0].name}/experts", editor)
-        inputs = [
-            experts.first.rows,
-            _choices(experts.first, b),
-            *_weights(experts.first, activation, editor),
-            *_weights(experts.second, Activation({}), editor),
-        ]
+        sorting = find_sorting(node.outputs[0], experts.first) if activation.sorts else None
+        if sorting is None:
+            rows, choices, second = experts.first.rows, _choices(experts.first, b), experts.second
+        else:
+            rows, choices = _repeated(sorting, experts.sizes[0], b), _chosen(sorting, experts.first, b)
+            second = replace(experts.second, biases=sorting.biases or experts.second.biases)
+        weights = [*_weights(experts.first, activation, editor), *_weights(second, Activation({}), editor)]
         how = {"k": 1, "normalize_routing_weights": 1, **activation.attributes}
-        made = b.one(OPERATOR, *inputs, domain=DOMAIN, **how)
+        made = b.one(OPERATOR, rows, choices, *weights, domain=DOMAIN, **how)
+        if sorting is not None:
+            node = producer_of(sorting.made)
+            dtype = described(sorting.shares).dtype
+            wide = made if dtype == described(sorting.rows).dtype else b.one("Cast", made, to=dtype)
+            made = b.one("Mul", wide, b.shaped(sorting.shares, -1, 1))
         put_in_place(node, b.made, [made], graph)
         replaced = True
     if replaced:
         graph.opset_imports.setdefault(DOMAIN, 1)
         remove_unused(graph)
+
+
+def _repeated(sorting: Sorting, size: int, b: Nodes) -> ir.Value:
+    """Each row for each of its experts, [tokens x count, size]."""
+    alone = b.one("Unsqueeze", sorting.rows, b.editor.numbers(1))
+    return b.shaped(b.one("Expand", alone, b.editor.numbers(1, sorting.count, 1)), -1, size)
+
+
+def _chosen(sorting: Sorting, groups: RowGroups, b: Nodes) -> ir.Value:
+    """As `_choices`, of the experts' numbers themselves."""
+    dtype = described(sorting.rows).dtype
+    assert dtype is not None
+    experts = b.editor.numbers(*range(groups.count))
+    is_own = b.one("Equal", b.shaped(sorting.numbers, -1, 1), experts)
+    return b.one("Cast", is_own, to=dtype)
 
 
 def _choices(groups: RowGroups, b: Nodes) -> ir.Value:

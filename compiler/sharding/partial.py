@@ -75,7 +75,7 @@ def find_sums(
 
     A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial
-    value, since one all-reduce serves both.
+    value, since one all-reduce serves both, and it may do either where it then shrinks.
     """
     borders = list(crossings(axis_map))
     crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
@@ -184,17 +184,19 @@ class _Flow:
         axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
         keeps = self.size(output) == max(sizes) and len(axes) == 1
         joins = keeps and bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank
-        return rest if joins and (weights or self._meets_partial(output)) else None
+        # A whole value, such as biases that are looked up for each row, is added if the sum then has fewer bytes.
+        whole = self._meets_partial(output) or self._shrinks(output, sum(sizes) - 1)
+        return rest if joins and (weights or whole) else None
 
     def _stays_partial(self, operation: Operation) -> bool:
         """Whether the result of a node that is linear in partial values is one partial value."""
         is_sharded = any(chosen_atoms(axes, self.chosen) for axes in operation.outputs)
         return not (is_sharded or chosen_atoms([operation.contracted], self.chosen) or len(operation.node.outputs) > 1)
 
-    def _shrinks(self, value: ir.Value, size: int) -> bool:
-        """Whether linear nodes that follow make a partial value smaller than `size`, each read by the next alone."""
+    def _shrinks(self, value: ir.Value, most: int) -> bool:
+        """Whether linear nodes that follow, each read by the next alone, leave at most so many bytes of a value."""
         node = producer_of(value)
-        while self.size(value) >= size:
+        while self.size(value) > most:
             if not _is_handed_on(value, node) or value in self.crossing:
                 return False
             node, number = next(iter(value.uses()))

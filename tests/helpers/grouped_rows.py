@@ -21,15 +21,18 @@ class Grouped:
 
     - `biased`: each expert adds a bias. `apart`: each Range has Squeezes of its own.
     - `activation`: what is between both products: "tanh", "relu", "silu", "gelu", or a gate, see `activated`.
-    - `looked_up`: biases of the first product that are looked up by the rows' experts; "wrong": by those of others.
+    - `looked_up`: biases of both products that are looked up by the rows' experts; "wrong": by those of others.
+    - `precise`: results are scaled and added in float32.
     - `normed`: rows are normed before, so that shards have whole ones. `dtype`: the type of all weights.
     - `odd`: "gap": a Range begins after the end before; "order": two experts' results are exchanged; "rows": an expert
-      reads other rows; "lengths": parts of the matrices are not of one length each.
+      reads other rows; "lengths": parts of the matrices are not of one length each; "back": results are brought back
+      in another order.
     """
 
     biased: bool = False
     activation: str = "tanh"
     looked_up: str = ""
+    precise: bool = False
     normed: bool = False
     dtype: ir.DataType = ir.DataType.FLOAT
     apart: bool = False
@@ -71,14 +74,18 @@ def write(how: Grouped = Grouped()) -> Block:
         )
         places_of = b.op("Unsqueeze", numbers, b.ints(-1))
         made = b.op("Add", made, b.op("GatherND", how.weight(b, "first.bias", how.experts, how.first), places_of))
-    made = activated(b, how, made)
-    made = product(b, how, made, ends, "second", how.inner, how.wide)
+    made = product(b, how, activated(b, how, made), ends, "second", how.inner, how.wide)
+    if how.looked_up:
+        made = b.op("Add", made, b.op("GatherND", how.weight(b, "second.bias", how.experts, how.wide), places_of))
+    if how.precise:
+        made, shares = (b.op("Cast", value, to=ir.DataType.FLOAT) for value in (made, shares))
     own = b.op("Gather", b.op("Reshape", shares, b.ints(-1)), places)
     made = b.op("Mul", made, b.op("Unsqueeze", own, b.ints(1)))
     none, one = b.constant(0, np.int64), b.constant(1, np.int64)
     order = b.op("Range", none, b.op("Squeeze", b.op("Shape", places), b.ints(0)), one)
-    back = b.op("Gather", made, b.op("ScatterElements", places, places, order))
+    back = b.op("Gather", made, places if how.odd == "back" else b.op("ScatterElements", places, places, order))
     mixed = b.op("ReduceSum", b.op("Reshape", back, b.ints(-1, how.chosen, how.wide)), b.ints(1), keepdims=0)
+    mixed = b.op("Cast", mixed, to=how.dtype) if how.precise else mixed
     x = b.op("Add", x, b.op("Reshape", mixed, b.op("Shape", x)))
     b.give(
         b.op("MatMul", x, how.weight(b, "head", how.wide, how.columns)), "logits", ["n", "t", how.columns], how.dtype

@@ -27,7 +27,10 @@ GATES = ("first", "last", "even", "odd", "clamped")
 FORMS = {
     **{name: Grouped(activation=name, inner=48, normed=True, dtype=HALF) for name in (*GATES, "relu", "silu", "gelu")},
     "biased": Grouped(activation="first", biased=True, inner=48, normed=True, dtype=HALF),
-    "looked up": Grouped(activation="clamped", looked_up="right", inner=48, normed=True, dtype=HALF),
+    "looked up": Grouped(
+        activation="clamped", looked_up="right", inner=48, normed=True, experts=5, chosen=4, dtype=HALF
+    ),
+    "precise": Grouped(activation="first", precise=True, inner=48, normed=True, dtype=HALF),
     "of seven": Grouped(activation="last", experts=7, chosen=3, inner=48, normed=True, dtype=HALF),
 }
 # Why others stay as they are.
@@ -60,12 +63,24 @@ def test_experts_are_right_as_one_operator(tmp_path: Path, name: str, devices: l
     for rank in read_manifest(tmp_path / "package").ranks:
         nodes = [node.op_type for node in onnx.load(tmp_path / "package" / rank.engines[0].path).graph.node]
         assert nodes.count("MoE") == 1 and "If" not in nodes
+        assert nodes.count("TopK") == 1 and not {"ScatterElements", "CumSum"}.intersection(nodes), "it sorts by itself"
         (engine,) = rank.engines
         assert engine.experts and not (engine.data_sizes or engine.not_captured or engine.branches_by_sizes)
     with Session(tmp_path / "package", devices=[f"cpu{number}" for number in range(len(devices))]) as session:
         for rows, tokens in ((1, 1), (2, 1), (1, 7), (3, 20)):
             given = {"ids": np.random.default_rng(tokens).integers(0, 40, (rows, tokens))}
             assert_close(session.run(given), run_whole(tmp_path / "model.onnx", given), 4e-3)
+
+
+@pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
+def test_rows_in_another_order_stay_sorted(tmp_path: Path, devices: list[str]) -> None:
+    how = Grouped(activation="first", odd="back", inner=48, normed=True, dtype=HALF)
+    compile_model(planned(how, tmp_path, devices), tmp_path / "package")
+    nodes = [node.op_type for node in onnx.load(tmp_path / "package/rank0/stage0.onnx").graph.node]
+    assert nodes.count("MoE") == 1 and nodes.count("TopK") == 2
+    with Session(tmp_path / "package", devices=[f"cpu{number}" for number in range(len(devices))]) as session:
+        given = {"ids": np.array([[3, 1, 4, 1, 5]])}
+        assert_close(session.run(given), run_whole(tmp_path / "model.onnx", given), 4e-3)
 
 
 def test_shards_that_the_operator_does_not_take_are_right(tmp_path: Path) -> None:
