@@ -123,7 +123,7 @@ def fuse(
             outcomes.append(outcome)
     chosen, places = work.keep_rows()
     outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
-    mixtures = mark_experts(graph.graph, gains.experts, work.request) if gains.experts else ()
+    mixtures = mark_experts(graph.graph, gains.experts, lambda: work.other_sizes.shapes) if gains.experts else ()
     outcomes += [Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mixtures]
     if not any(outcome.operator for outcome in outcomes):
         return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
@@ -151,21 +151,17 @@ class _Work:
     latents: dict[ir.Value, str] = field(default_factory=dict)
 
     @cached_property
-    def _other_sizes(self) -> BoundShapes:
+    def other_sizes(self) -> BoundShapes:
         """The shapes for probe sizes. Their inference takes long, so it waits until a pattern may be fused."""
         return Probes(self.graph, self.shapes, self.bound).different()
 
-    def request(self) -> Mapping[str, Shape]:
-        """The shapes of all values for another request than the planned one."""
-        return self._other_sizes.shapes
-
     @cached_property
     def _sizes(self) -> Sizes:
-        return Sizes(self.planned, known_shapes(self._other_sizes), self._other_sizes is not self.bound)
+        return Sizes(self.planned, known_shapes(self.other_sizes), self.other_sizes is not self.bound)
 
     @cached_property
     def _tables(self) -> Tables:
-        other = self._other_sizes
+        other = self.other_sizes
         return Tables(self.graph, known_shapes(other), {} if other is self.bound else other.constants)
 
     @cached_property
@@ -200,7 +196,7 @@ class _Work:
         Returns whether there are any.
         """
         numbers = computed_numbers(self.graph, self.bound)
-        other = self._other_sizes if numbers else self.bound
+        other = self.other_sizes if numbers else self.bound
         fixed = other is not self.bound and fix_numbers(self.editor, numbers, other)
         if fixed:
             remove_unused(self.graph.graph)
@@ -332,7 +328,7 @@ class _Work:
         if not self.adopted.nodes:
             return
         # Probes keep only those constants that are the same for all sizes.
-        inputs = {value.name or "": self._other_sizes.shapes[value.name or ""] for value in self.graph.graph.inputs}
+        inputs = {value.name or "": self.other_sizes.shapes[value.name or ""] for value in self.graph.graph.inputs}
         constants = (self.bound.constants, bind_shapes(self.graph.model, inputs).constants)
         for node in self.adopted.nodes:
             try:
