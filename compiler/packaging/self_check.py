@@ -202,9 +202,10 @@ def _whole_bytes(plan: Plan) -> int:
 def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | None = None) -> str | None:
     """Compare the package with the unsplit model on the first sizes that the model takes. Returns the result as text.
 
-    None if the model takes no sizes. Raises OutputsDifferError if the package differs.
+    None if the model takes no sizes. If outputs differ for sizes with which the model computes NaN inside, others are
+    tried: kernels may return anything for NaN. Raises OutputsDifferError if the package differs.
     """
-    held = session.adapters.sum(adapters)
+    held, undecided = session.adapters.sum(adapters), None
     for inputs in _candidates(plan, session.inputs):
         given = make_inputs(inputs)
         feeds: Arrays = given if held is None else {**given, **held.arrays}
@@ -219,8 +220,11 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
         expected = {name: array for name, array in expected.items() if name not in unset}
         judged = judge(compared, whole, feeds, expected, session.run(given, adapters=adapters))
         note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
-        return _result(whole, replace(judged, notes=[*judged.notes, *([note] if unset else [])]))
-    return None
+        judged = replace(judged, notes=[*judged.notes, *([note] if unset else [])])
+        if judged.passed or not (name := whole.undefined(feeds)):
+            return _result(whole, judged)
+        undecided = replace(judged, unsteady=f"'{name}' of the unsplit model is NaN for inputs of these sizes")
+    return None if undecided is None else _result(whole, undecided)
 
 
 def _windows(analysis: Analysis) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,14 +82,18 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
         yield proto.SerializeToString()
 
 
-def with_products(model: Path) -> tuple[list[str], bytes] | None:
-    """The model with the results of its products as further outputs, and their names; None without `onnx`."""
+def with_results(model: Path, operators: Collection[str] = ()) -> tuple[list[str], bytes] | None:
+    """The model with the results of these operators, or of all, as further outputs, and their names.
+
+    None without `onnx`.
+    """
     if find_spec("onnx") is None:
         return None
     import onnx
 
     proto = onnx.load(model, load_external_data=False)
     outputs = {value.name for value in proto.graph.output}
-    names = [name for node in proto.graph.node if node.op_type in PRODUCTS for name in node.output]
+    nodes = [node for node in proto.graph.node if not operators or node.op_type in operators]
+    names = [name for node in nodes for name in node.output if name]
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outputs)
     return names, proto.SerializeToString()

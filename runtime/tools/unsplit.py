@@ -27,7 +27,7 @@ from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.requests.kept_rows import chosen_rows
 from splitc.runtime.threads.executor import Executor
-from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights, with_products
+from splitc.runtime.tools.rounding import PRODUCTS, Arrays, nudged, nudged_weights, with_results
 from splitc.runtime.units import format_bytes
 
 RunModel = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
@@ -43,6 +43,7 @@ class Reference:
     - `run_unoptimized`: runs the model on the CPU without ONNX Runtime's optimizations; returns nothing if that fails.
     - `run_nudged`: runs it with numbers that differ in the last digit.
     - `overflowing`: a product of the model with float16 numbers that are infinite; "" if there is none.
+    - `undefined`: a value of the model with numbers that are NaN; "" if there is none.
     """
 
     device: Device
@@ -51,6 +52,7 @@ class Reference:
     run_unoptimized: RunModel
     run_nudged: Callable[[Arrays], Iterable[Arrays]]
     overflowing: Callable[[Arrays], str] = lambda feeds: ""
+    undefined: Callable[[Arrays], str] = lambda feeds: ""
 
     def __str__(self) -> str:
         return describe_reference(self.device, self.why)
@@ -103,7 +105,8 @@ def open_reference(
             lambda feeds: chosen(run(given(feeds)), feeds),
             lambda feeds: chosen(_run_unoptimized(model, given(feeds), trusts_data), feeds),
             lambda feeds: (chosen(made, feeds) for made in _run_nudged(model, given(feeds), run, device)),
-            lambda feeds: _overflowing(model, given(feeds)),
+            lambda feeds: _first_with(_is_infinite, model, given(feeds), PRODUCTS),
+            lambda feeds: _first_with(_is_undefined, model, given(feeds)),
         )
 
 
@@ -126,14 +129,23 @@ def _run_nudged(model: Path, feeds: Arrays, run: RunModel, device: Device) -> It
             yield _run_in(open_content(content, model.parent), feeds)
 
 
-def _overflowing(model: Path, feeds: Arrays) -> str:
-    shown = with_products(model)
+def _first_with(holds: Callable[[Any], bool], model: Path, feeds: Arrays, operators: Sequence[str] = ()) -> str:
+    """The first result of these operators, or of all, for which a condition holds; "" if there is none."""
+    shown = with_results(model, operators)
     if shown is not None:
         names, content = shown
         with suppress(*ERRORS):
             made = _run_in(open_content(content, model.parent), feeds)
-            return next((n for n in names if made[n].dtype == np.float16 and np.isinf(made[n]).any()), "")
+            return next((name for name in names if holds(made[name])), "")
     return ""
+
+
+def _is_infinite(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype == np.float16 and bool(np.isinf(array).any())
+
+
+def _is_undefined(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
 def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -100,6 +100,17 @@ def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path) -> None:
     assert changed == [{"present"}] * 2 + [{"scores"}] * 2
 
 
+def test_a_value_that_is_not_a_number_is_named(tmp_path: Path) -> None:
+    b = Block()
+    ratio = b.op("Div", b.data("x", (2, 4), ["n", 4]), b.data("y", (2, 4), ["n", 4]))
+    b.give(b.op("Where", b.op("IsNaN", ratio), b.w("other", 4), ratio), "made", ["n", 4])
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "cpu0"), tmp_path / "package")
+    with open_reference(tmp_path / "model.onnx", read_manifest(tmp_path / "package"), [CPU], 1) as whole:
+        assert whole.undefined(b.feeds) == ""
+        assert whole.undefined({name: np.zeros_like(feed) for name, feed in b.feeds.items()}) == ratio.name
+
+
 def test_check_says_what_it_compared_with(decoder: Path, package: Path) -> None:
     check = ["check", str(package), "-m", str(decoder), "--no-memory"]
     assert "reference: the unsplit model on cpu0\n" in CliRunner().invoke(app, check).output
