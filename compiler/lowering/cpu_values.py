@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.lowering.few_rows import FEW_ROWS
-from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs
+from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs, typed_input
 from splitc.compiler.operators.registry import operator_of
 
 # The most elements of a constant that a node on the CPU may read: kSmallInitializerThreshold.
@@ -132,8 +132,8 @@ def _title(node: ir.Node) -> str:
 
 def runs_on_gpu(node: ir.Node) -> bool:
     """Whether the node has a kernel for GPUs."""
-    first = node.inputs[0] if node.inputs else None
-    return has_gpu_kernel(node, None if first is None else described(first).dtype)
+    typed = next(iter(node.inputs[typed_input(node) :]), None)
+    return has_gpu_kernel(node, None if typed is None else described(typed).dtype)
 
 
 def _is_folded(node: ir.Node, sizes: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:

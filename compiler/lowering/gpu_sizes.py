@@ -112,6 +112,8 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
         _find_extreme(node, value, editor)
     elif node.op_type == "DequantizeLinear" and dtype == ir.DataType.INT32:
         _multiply_by_scale(node, value, editor)
+    elif node.op_type == "Pad" and dtype == ir.DataType.INT64 and len(described(value).shape or ()) > 1:
+        _pad_halves(node, value, editor)
     elif node.op_type == "Celu" and dtype in FLOATS and node.attributes.get_float("alpha", 1.0) == 1:
         editor.replace(node, ir.node("Elu", [value]))  # the same function then
 
@@ -141,6 +143,41 @@ def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
         number = editor.before(node, "Cast", value, to=dtype)
         _describe(number, f"{node.outputs[0].name}/number", dtype, shape)
         editor.replace(node, ir.node("Mul", [number, scale]))
+
+
+def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Replace Pad of int64, such as a mask, by two of numbers of 32 bits in float64, which has them exactly."""
+    name, (padded,) = node.outputs[0].name, node.outputs
+    factor = editor.constant(np.array(1 << 32, np.int64))
+
+    def made(operator: str, one: ir.Value, other: ir.Value | None, part: str, of: ir.Value) -> ir.Value:
+        result = editor.before(node, operator, one, other, dtype=ir.DataType.INT64)
+        result.name, result.shape = f"{name}/{part}", described(of).shape
+        return result
+
+    def halves(whole: ir.Value, part: str) -> list[ir.Value]:
+        low = made("Mod", whole, factor, f"{part}_low", whole)
+        high = made("Div", made("Sub", whole, low, f"{part}_rest", whole), factor, f"{part}_high", whole)
+        casts = [
+            editor.before(node, "Cast", half, to=ir.DataType.DOUBLE, dtype=ir.DataType.DOUBLE) for half in (low, high)
+        ]
+        for cast, half in zip(casts, (low, high), strict=True):
+            cast.name, cast.shape = f"{half.name}/wide", half.shape
+        return casts
+
+    fill = node.inputs[2] if len(node.inputs) > 2 else None
+    fills = [None, None] if fill is None else halves(fill, "fill")
+    results = []
+    for half, own, part in zip(halves(value, "data"), fills, ("low", "high"), strict=True):
+        inputs = [half, node.inputs[1], own, *node.inputs[3:]]
+        new = ir.node("Pad", inputs, node.attributes)
+        editor.graph.insert_before(node, new)
+        _describe(new.outputs[0], f"{name}/{part}", ir.DataType.DOUBLE, described(padded).shape)
+        cast = editor.before(node, "Cast", new.outputs[0], to=ir.DataType.INT64, dtype=ir.DataType.INT64)
+        cast.name, cast.shape = f"{name}/{part}_whole", described(padded).shape
+        results.append(cast)
+    scaled = made("Mul", results[1], factor, "scaled", padded)
+    editor.replace(node, ir.node("Add", [scaled, results[0]]))
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:

@@ -1,7 +1,8 @@
-"""Computes bfloat16 in float32 on GPUs, where ONNX Runtime's CUDA provider has no kernel for bfloat16.
+"""Computes in another type on GPUs, where ONNX Runtime's CUDA provider has no kernel for a node's own.
 
-Its CPU provider has hardly any either, so ONNX Runtime would not load such a graph. Kernels for bfloat16 compute in
-float32 too, and round their results once.
+It has few for bfloat16, and its CPU provider has hardly any either, so ONNX Runtime would not load such a graph.
+Kernels for bfloat16 compute in float32 too, and round their results once. Nodes with small integers or booleans would
+run on the CPU, and keep a graph from being captured. A wider type has the same results, to the bit.
 """
 
 from __future__ import annotations
@@ -10,23 +11,42 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.operators.gpu_kernels import has_gpu_kernel
+from splitc.compiler.operators.gpu_kernels import has_gpu_kernel, typed_input
 
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+_INT32, _INT64, _DOUBLE = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.DOUBLE
+# Wider types by type, the best first.
+WIDER = {
+    NARROW: (WIDE,),
+    ir.DataType.BOOL: (ir.DataType.UINT8, _INT32, _DOUBLE),
+    **dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16), (_INT32, _INT64, _DOUBLE)),
+    _INT32: (_INT64, _DOUBLE),
+}
+# The operators that compute the same in a wider type, other than bfloat16: they compare, choose or move.
+EXACT = frozenset(
+    {
+        *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Clip"),
+        *("DepthToSpace", "SpaceToDepth", "GatherND", "Pad", "ReduceMax", "ReduceMin", "Tile", "Where"),
+    }
+)
 
 
 def widen(node: ir.Node, editor: Editor) -> None:
-    """Insert casts around a node that has a kernel for float32, but none for bfloat16, in place."""
-    types = [None if value is None else described(value).dtype for value in node.inputs]
-    if NARROW not in types[:1] or has_gpu_kernel(node, NARROW) or not has_gpu_kernel(node, WIDE):
+    """Insert casts around a node that has a kernel for a wider type, but none for its own, in place."""
+    first, types = typed_input(node), [None if value is None else described(value).dtype for value in node.inputs]
+    narrow = types[first] if len(types) > first else None
+    if narrow not in WIDER or has_gpu_kernel(node, narrow):
+        return
+    wide = next((dtype for dtype in WIDER[narrow] if has_gpu_kernel(node, dtype)), None)
+    if wide is None or (narrow != NARROW and (node.domain or node.op_type not in EXACT)):
         return
     for number, (value, dtype) in enumerate(zip(node.inputs, types, strict=True)):
-        if dtype == NARROW:
-            wide = editor.before(node, "Cast", value, to=WIDE, dtype=WIDE)
+        if dtype == narrow and number >= first:
+            cast = editor.before(node, "Cast", value, to=wide, dtype=wide)
             assert value is not None
-            wide.shape = value.shape
-            node.replace_input_with(number, wide)
+            cast.shape = value.shape
+            node.replace_input_with(number, cast)
     for value in node.outputs:
-        if described(value).dtype == NARROW:
-            editor.wrap(value, "Cast", [value], "wide", to=NARROW)
-            value.type = ir.TensorType(WIDE)
+        if described(value).dtype == narrow:
+            editor.wrap(value, "Cast", [value], "wide", to=narrow)
+            value.type = ir.TensorType(wide)

@@ -14,7 +14,7 @@ from splitc.runtime.engines.onnxruntime_gpu import PROVIDER
 from splitc.runtime.hardware.gpus import list_gpus
 
 pytestmark = pytest.mark.gpu
-if not list_gpus():  # so that no process collects and reports its 1,740 tests
+if not list_gpus():  # so that no process collects and reports its 3,000 tests
     pytest.skip("needs a GPU", allow_module_level=True)
 # A type that the operator does not take, and one that ONNX Runtime has no kernel for.
 NO_OPERATOR = (ort_errors.InvalidGraph, ort_errors.NotImplemented, ort_errors.Fail)
@@ -57,6 +57,7 @@ READS = (
         "MaxPool": POOLED,
         "Mean": "(x, x)",
         "Mod": "<fmod = 1> (x, x)",
+        "NonZero": "(x)",
         "PRelu": "(x, x)",
         "Pad": "(x, pads)",
         "Reshape": "(x, flat)",
@@ -83,12 +84,21 @@ MODEL = """<ir_version: 10, opset_import: ["" : {opset}]> g (
 > {{ y = {node} }}"""
 
 
-@pytest.mark.parametrize("opset", [18, 21, 22, 23, 24])
-@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
+FLOATS, WHOLE = (
+    ("float", "float16", "bfloat16"),
+    ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "double"),
+)
+TYPES = [(dtype, opset) for dtype in FLOATS for opset in (18, 21, 22, 23, 24)]
+TYPES += [(dtype, opset) for dtype in WHOLE for opset in (18, 24)]
+
+
+@pytest.mark.parametrize(("dtype", "opset"), TYPES)
 @pytest.mark.parametrize(("name", "reads"), NODES, ids=lambda one: one.replace(" ", ""))
 def test_the_compiler_knows_which_have_kernels(name: str, reads: str, dtype: str, opset: int) -> None:
     """ONNX Runtime refuses to capture a graph with a node that has none."""
-    made = {**dict.fromkeys(BOOLEAN, "bool"), "BitwiseNot": "int32", "Cast": "float"}.get(name, dtype)
+    made = {**dict.fromkeys(BOOLEAN, "bool"), "BitwiseNot": "int32", "Cast": "float", "NonZero": "int64"}.get(
+        name, dtype
+    )
     text = MODEL.format(opset=opset, dtype=dtype, made=made, node=f"{name} {reads}")
     model = onnx.parser.parse_model(text)
     model.graph.output[0].type.tensor_type.ClearField("shape")

@@ -107,7 +107,38 @@ def weighed(block: Block, x: ir.Value) -> None:
     )
 
 
+def padded(block: Block, x: ir.Value, mode: str = "constant") -> None:
+    """Large whole numbers, to a longer row, as masks are to whole windows."""
+    large = block.op("Cast", block.op("Mul", x, block.constant(2.0**61, np.float32)), to=ir.DataType.INT64)
+    whole = block.op("Add", large, block.op("Cast", block.op("Mul", x, block.constant(9.0, np.float32)), to=7))
+    fill = block.constant(-(1 << 61) - 5, np.int64)
+    made = block.op("Pad", whole, block.ints(0, 1, 0, 2), fill, mode=mode)
+    block.give(made, shape=["n", 11], dtype=ir.DataType.INT64)
+
+
+def mirrored(block: Block, x: ir.Value) -> None:
+    padded(block, x, "reflect")
+
+
+def masked(block: Block, x: ir.Value) -> None:
+    """A mask, repeated."""
+    above = block.op("Greater", x, block.constant(0.1, np.float32))
+    block.give(block.op("Tile", above, block.ints(1, 2)), shape=["n", 16], dtype=ir.DataType.BOOL)
+
+
+def narrow(block: Block, x: ir.Value) -> None:
+    """Numbers of 8 and of 32 bits."""
+    small = block.op("Cast", block.op("Mul", x, block.constant(9.0, np.float32)), to=ir.DataType.INT8)
+    most = block.op("Max", small, block.op("Neg", small))
+    places = block.constant([[0, 1]], np.int64)
+    picked = block.op("GatherND", block.op("Cast", most, to=ir.DataType.INT32), places)
+    above = block.op("Cast", block.op("Greater", small, most), to=ir.DataType.INT32)
+    bounded = block.op("Clip", block.op("Add", above, picked), block.constant(1, np.int32))
+    block.give(bounded, shape=["n", 8], dtype=ir.DataType.INT32)
+
+
 FORMS = [weighed, compared, scaled, listed, chosen, largest, smallest, bent, dequantized, repeated, spread, clipped]
+FORMS += [padded, mirrored, masked, narrow]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
