@@ -112,10 +112,16 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
         _find_extreme(node, value, editor)
     elif node.op_type == "DequantizeLinear" and dtype == ir.DataType.INT32:
         _multiply_by_scale(node, value, editor)
-    elif node.op_type == "Pad" and dtype == ir.DataType.INT64 and len(described(value).shape or ()) > 1:
+    elif node.op_type == "Pad" and dtype == ir.DataType.INT64 and not _is_list(value):
         _pad_halves(node, value, editor)
     elif node.op_type == "Celu" and dtype in FLOATS and node.attributes.get_float("alpha", 1.0) == 1:
         editor.replace(node, ir.node("Elu", [value]))  # the same function then
+
+
+def _is_list(value: ir.Value) -> bool:
+    """Whether a value is known to have one axis, as sizes have."""
+    shape = described(value).shape
+    return shape is not None and len(shape) < 2
 
 
 def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
