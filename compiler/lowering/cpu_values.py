@@ -37,12 +37,14 @@ class Placement:
     - `sizes`: values on the CPU that follow from sizes alone. Their number of elements is the same in every request.
     - `to_gpu`, `to_cpu`: reads of a value that lies in the other memory.
     - `fed`: reads of graph inputs by nodes that stay on the CPU only because they read a size too.
+    - `missing`: nodes without a kernel for GPUs. Those that are folded, or compute sizes alone, need none.
     """
 
     sizes: frozenset[ir.Value]
     to_gpu: tuple[Read, ...]
     to_cpu: tuple[Read, ...]
     fed: tuple[Read, ...]
+    missing: tuple[ir.Node, ...]
 
 
 def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placement:
@@ -57,6 +59,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
     to_gpu: list[Read] = []
     to_cpu: list[Read] = []
     fed: list[Read] = []
+    missing: list[ir.Node] = []
     for node in graph:
         reads = [
             Read(node, number, value)
@@ -73,13 +76,16 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
             to_cpu += [read for read in reads if read.value not in on_cpu]
             inputs = [(number, value) for number, value in enumerate(node.inputs) if value is not None and has_kernel]
             fed += [Read(node, number, value) for number, value in inputs if value.is_graph_input()]
-            if all(value in sizes or value in folded or _is_small(value) for value in node.inputs if value is not None):
+            is_size = all(v in sizes or v in folded or _is_small(v) for v in node.inputs if v is not None)
+            if is_size:
                 sizes.update(node.outputs)
+            if not has_kernel and not (is_size and not any(map(_is_fed, node.inputs))):
+                missing.append(node)
         else:
             on_host = host_inputs(node)
             to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
             to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
-    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed))
+    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed), tuple(missing))
 
 
 def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
@@ -95,8 +101,8 @@ def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
         for branch in _captured(node):
             if why := why_not_captured(branch, placement.sizes):
                 return why
-        if not runs_on_gpu(node):
-            return f"{_title(node)} has no kernel for GPUs"
+    for node in placement.missing:
+        return f"{_title(node)} has no kernel for GPUs"
     for value in graph.outputs if around else ():
         if value in placement.sizes:
             return f"the branch's result '{value.name}' is computed on the CPU"
@@ -128,6 +134,10 @@ def _decides_by_data(node: ir.Node, placement: Placement) -> bool:
 
 def _title(node: ir.Node) -> str:
     return f"{node.op_type} '{node.outputs[0].name}'"
+
+
+def _is_fed(value: ir.Value | None) -> bool:
+    return value is not None and value.is_graph_input()
 
 
 def runs_on_gpu(node: ir.Node) -> bool:

@@ -213,6 +213,20 @@ def test_control_flow_and_missing_kernels_are_named() -> None:
     assert why_not_captured(graph(node, x)) == "If 'y' is control flow"
 
 
+def test_arithmetic_on_sizes_needs_no_kernel() -> None:
+    """ReduceProd of int64 has none for GPUs."""
+    x = ir.val("x", ir.DataType.FLOAT, ["n", 8])
+    sizes = ir.node("Shape", [x])
+    count = ir.node("ReduceProd", [sizes.outputs[0]], {"keepdims": 1})
+    flat = ir.node("Reshape", [x, count.outputs[0]])
+    for node in (sizes, count):
+        node.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+    assert why_not_captured(ir.Graph([x], flat.outputs, nodes=[sizes, count, flat])) == ""
+    whole = ir.val("whole", ir.DataType.INT64, ["n", 8])
+    count = ir.node("ReduceProd", [whole], {"keepdims": 1})
+    assert "has no kernel" in why_not_captured(ir.Graph([whole], count.outputs, nodes=[count]))
+
+
 def test_sizes_that_are_numbers_need_no_node() -> None:
     """ONNX Runtime computes them once, as it loads the graph."""
     x = ir.val("x", ir.DataType.FLOAT, [4, 8])
