@@ -20,14 +20,13 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.kernels import Types
-from splitc.compiler.fusion.mixtures import find_sorting, only_sorts
+from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 OPERATOR = "MoE"
 # How the columns of the first product are divided between gates and the values that they scale.
@@ -39,8 +38,9 @@ LEAST_SIZE, MULTIPLE, MOST_EXPERTS = 16, 8, 256
 # expert's take 60 us more. So it is faster up to this many operations an expert, and is used for mixtures where that
 # are at least LEAST_ROWS rows: 1,000 tokens that choose 4 experts.
 MOST_FLOPS, LEAST_ROWS = 11.9e9, 4096
-# The most nodes between two products, the rows on which an activation is tried, and the largest of their numbers.
-_MOST_NODES, _ROWS, _LARGEST = 24, 4, 12.0
+# The most nodes between two products, and the rows on which an activation is tried. Their numbers are up to twice those
+# in its nodes, such as limits, and _LEAST at least. Beyond _MOST, products of two such numbers are infinite in float16.
+_MOST_NODES, _ROWS, _LEAST, _MOST = 24, 4, 12.0, 200.0
 # Half precision computes an activation in several roundings. The operator's Gelu differs by up to 5e-4 from the exact.
 _TOLERANCE = 1e-2
 
@@ -217,7 +217,7 @@ def _are_groups(graph: ir.Graph, numbers: ir.Value, groups: RowGroups) -> bool:
         given = np.sort(random.integers(0, groups.count, rows))
         try:
             (ends,) = run_part(graph, {numbers: given}, [groups.ends])
-        except (ValueError, RuntimeError):
+        except FAILURES:
             return False
         if not np.array_equal(ends, np.searchsorted(given, np.arange(groups.count), "right")):
             return False
@@ -228,13 +228,16 @@ def _find_activation(graph: ir.Graph, experts: Experts) -> Activation | None:
     """The operator's activation that gives the same results as the nodes between the products."""
     first, inner = matrices_shape(experts.first), experts.sizes[1]
     assert first is not None and experts.made.dtype is not None
-    given = np.random.default_rng(0).uniform(-_LARGEST, _LARGEST, (_ROWS, first[2]))
+    numbers = {number for node in experts.between for number in _numbers(node)}
+    largest = max(_LEAST, *(2 * abs(number) for number in numbers), 0.0)
+    if largest > _MOST:
+        return None
+    given = np.random.default_rng(0).uniform(-largest, largest, (_ROWS, first[2]))
     given = given.astype(experts.made.dtype.numpy())
     try:
         (made,) = run_part(graph, {experts.made: given}, [experts.second.rows])
-    except ERRORS:
+    except FAILURES:
         return None
-    numbers = {number for node in experts.between for number in _numbers(node)}
     for activation, compute in _activations(first[2], inner, numbers):
         if made.shape == (_ROWS, inner) and _is_close(made, compute(given.astype(np.float64))):
             return activation
@@ -247,10 +250,10 @@ def _is_close(made: Array, expected: Array) -> bool:
 
 
 def _numbers(node: ir.Node) -> Iterator[float]:
-    """The scalars that a node reads."""
+    """The scalars of floating point that a node reads."""
     for value in node.inputs:
         tensor = None if value is None else value.const_value
-        if tensor is not None and tensor.size == 1:
+        if tensor is not None and tensor.size == 1 and tensor.dtype.is_floating_point():
             yield float(tensor.numpy().item())
 
 

@@ -26,7 +26,8 @@ _LOOKUPS = ("Gather", "GatherND")
 _MOST_NODES, _MOST_BEHIND = 24, 5
 # Half precision rounds each of a few steps.
 _TOLERANCE = 1e-2
-_FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, IndexError)
+# Of a part of a graph that is run: ONNX Runtime's, and those of values that it needs and are not known.
+FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def only_sorts(
         scaled = given.astype(np.float32) * factors[own][:, None]
         known |= {sorting.shares: shares, result: scaled.astype(dtype.numpy())}
         (made,) = run_part(graph, known, [sorting.made])
-    except _FAILURES:
+    except FAILURES:
         return False
     expected = rows.astype(np.float32).repeat(sorting.count, 0) * factors[numbers][:, None]
     if sorting.biases is not None:

@@ -11,8 +11,8 @@ from tests.helpers.blocks import Block
 
 # Activations without a gate.
 PLAIN = ("tanh", "relu", "silu", "gelu")
-# The factor in a gate's Sigmoid, what is added to values, and the largest of both, as of gpt-oss.
-ALPHA, BETA, LIMIT = 1.702, 1.0, 0.5
+# The factor in a gate's Sigmoid, and what is added to values, as of gpt-oss.
+ALPHA, BETA = 1.702, 1.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Grouped:
 
     - `biased`: each expert adds a bias. `apart`: each Range has Squeezes of its own.
     - `activation`: what is between both products: "tanh", "relu", "silu", "gelu", or a gate, see `activated`.
+    - `limit`: the largest of clamped gates and values.
     - `looked_up`: biases of both products that are looked up by the rows' experts; "wrong": by those of others.
     - `precise`: results are scaled and added in float32.
     - `normed`: rows are normed before, so that shards have whole ones. `dtype`: the type of all weights.
@@ -31,6 +32,7 @@ class Grouped:
 
     biased: bool = False
     activation: str = "tanh"
+    limit: float = 0.5
     looked_up: str = ""
     precise: bool = False
     normed: bool = False
@@ -142,6 +144,6 @@ def activated(b: Block, how: Grouped, made: ir.Value) -> ir.Value:
         return b.op("Mul", swish(gate), value)
     even, odd = columns(0, 1 << 40, 2), columns(1, 1 << 40, 2)
     if how.activation == "clamped":
-        gate, value = b.op("Min", even, number(LIMIT)), b.op("Clip", odd, number(-LIMIT), number(LIMIT))
+        gate, value = b.op("Min", even, number(how.limit)), b.op("Clip", odd, number(-how.limit), number(how.limit))
         return b.op("Mul", b.op("Add", value, number(BETA)), swish(gate, ALPHA))
     return b.op("Mul", even, swish(odd)) if how.activation == "odd" else b.op("Mul", swish(even), odd)

@@ -100,6 +100,14 @@ def test_other_experts_stay_and_say_why(tmp_path: Path, why: str) -> None:
     assert not any(EXPERTS in node.meta for node in plan.analysis.graph.graph)
 
 
+@pytest.mark.parametrize(("limit", "is_fused"), [(40.0, True), (150.0, False)])
+def test_limits_are_tried_with_numbers_beyond_them(tmp_path: Path, limit: float, is_fused: bool) -> None:
+    """Unless those are so large that products are infinite."""
+    graph = planned(Grouped(activation="clamped", limit=limit, dtype=HALF), tmp_path).analysis.graph.graph
+    marks = [node.meta[EXPERTS].attributes["swiglu_limit"] for node in graph if EXPERTS in node.meta]
+    assert marks == ([limit] * 2 if is_fused else [])
+
+
 def test_large_experts_are_multiplied_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "MOST_FLOPS", experts.LEAST_ROWS * 6 * 16 * 24 / 4 - 1)
     plan = planned(Grouped(activation="first", dtype=HALF), tmp_path)
