@@ -17,7 +17,14 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
-from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape, most_copied
+from splitc.compiler.operators.row_groups import (
+    RowGroups,
+    find_row_groups,
+    inside,
+    inside_experts,
+    matrices_shape,
+    most_copied,
+)
 
 # The first opset in which all of the operators exist as they are used here.
 OPSET = 13
@@ -54,12 +61,7 @@ def inside_copied(graph: ir.Graph) -> set[ir.Value]:
 
     So are those inside products that one operator will compute.
     """
-    fused = [groups for node in graph if EXPERTS in node.meta and (groups := find_row_groups(node)) is not None]
-    nodes = {
-        node for groups in (*(groups for groups, _ in find_copied(graph).values()), *fused) for node in groups.nodes
-    }
-    values = (value for node in nodes for value in node.outputs)
-    return {value for value in values if all(use.node in nodes for use in value.uses())}
+    return inside(groups for groups, _ in find_copied(graph).values()) | inside_experts(graph)
 
 
 def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None:

@@ -7,6 +7,7 @@ are concatenated. How many rows an expert has depends on data, but all together 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -66,6 +67,18 @@ def find_row_groups(node: ir.Node) -> RowGroups | None:
         return None
     given = {known[0].rows, ends, matrices, added}
     return RowGroups(known[0].rows, ends, matrices, added, len(known), _between(node, given))
+
+
+def inside(products: Iterable[RowGroups]) -> set[ir.Value]:
+    """The values inside these products, which nothing else reads: rows of one group, for example."""
+    nodes = {node for groups in products for node in groups.nodes}
+    values = (value for node in nodes for value in node.outputs)
+    return {value for value in values if all(use.node in nodes for use in value.uses())}
+
+
+def inside_experts(graph: ir.Graph) -> set[ir.Value]:
+    """The values inside products that one operator will compute on GPUs. They are gone then."""
+    return inside(groups for node in graph if EXPERTS in node.meta and (groups := find_row_groups(node)) is not None)
 
 
 def _read_group(made: ir.Value | None) -> _Group | None:

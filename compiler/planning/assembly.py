@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, adapter_bytes
 from splitc.compiler.frontend.passed_types import check_passed
+from splitc.compiler.operators.row_groups import inside_experts
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
@@ -194,7 +195,8 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         warnings.append(
             f"splitc has no shape rule for {', '.join(observed)} as used here: shapes were observed in ONNX Runtime"
         )
-    if uncertain := sorted(analysis.costs.bound.uncertain):
+    gone = {value.name for value in inside_experts(analysis.graph.graph)}
+    if uncertain := sorted(analysis.costs.bound.uncertain - gone):
         warnings.append(
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): predicted memory and time are "
             "too low"

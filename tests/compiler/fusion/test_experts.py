@@ -59,6 +59,7 @@ def test_experts_are_right_as_one_operator(tmp_path: Path, name: str, devices: l
     plan = planned(FORMS[name], tmp_path, devices)
     (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "experts"]
     assert (outcome.operator, outcome.why) == ("MoE", None)
+    assert not any("depend on data" in warning for warning in plan.warnings)
     compile_model(plan, tmp_path / "package")
     for rank in read_manifest(tmp_path / "package").ranks:
         nodes = [node.op_type for node in onnx.load(tmp_path / "package" / rank.engines[0].path).graph.node]
