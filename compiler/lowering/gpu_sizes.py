@@ -19,6 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
 from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
@@ -143,47 +144,31 @@ def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
 
 def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     """Replace DequantizeLinear of int32 (a bias) by a product: its zero point is 0 by definition."""
-    scale, shape = node.inputs[1], described(value).shape
+    scale = node.inputs[1]
     dtype = None if scale is None else described(scale).dtype
-    if shape is not None and len(shape) < 2 and dtype is not None:
+    if _is_list(value) and dtype is not None:
         number = editor.before(node, "Cast", value, to=dtype)
-        _describe(number, f"{node.outputs[0].name}/number", dtype, shape)
+        _describe(number, f"{node.outputs[0].name}/number", dtype, described(value).shape)
         editor.replace(node, ir.node("Mul", [number, scale]))
 
 
 def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     """Replace Pad of int64, such as a mask, by two of numbers of 32 bits in float64, which has them exactly."""
-    name, (padded,) = node.outputs[0].name, node.outputs
-    factor = editor.constant(np.array(1 << 32, np.int64))
+    b, factor = Nodes(f"{node.outputs[0].name}/halves", editor), editor.constant(np.array(1 << 32, np.int64))
 
-    def made(operator: str, one: ir.Value, other: ir.Value | None, part: str, of: ir.Value) -> ir.Value:
-        result = editor.before(node, operator, one, other, dtype=ir.DataType.INT64)
-        result.name, result.shape = f"{name}/{part}", described(of).shape
-        return result
+    def halves(whole: ir.Value) -> tuple[ir.Value, ir.Value]:
+        low = b.one("Mod", whole, factor)
+        return low, b.one("Div", b.one("Sub", whole, low), factor)
 
-    def halves(whole: ir.Value, part: str) -> list[ir.Value]:
-        low = made("Mod", whole, factor, f"{part}_low", whole)
-        high = made("Div", made("Sub", whole, low, f"{part}_rest", whole), factor, f"{part}_high", whole)
-        casts = [
-            editor.before(node, "Cast", half, to=ir.DataType.DOUBLE, dtype=ir.DataType.DOUBLE) for half in (low, high)
-        ]
-        for cast, half in zip(casts, (low, high), strict=True):
-            cast.name, cast.shape = f"{half.name}/wide", half.shape
-        return casts
+    def padded(half: ir.Value, fill: ir.Value | None) -> ir.Value:
+        wide, own = (None if one is None else b.one("Cast", one, to=ir.DataType.DOUBLE) for one in (half, fill))
+        inputs = [wide, node.inputs[1], own, *node.inputs[3:]]
+        return b.one("Cast", b.add("Pad", inputs, attributes=node.attributes.values())[0], to=ir.DataType.INT64)
 
     fill = node.inputs[2] if len(node.inputs) > 2 else None
-    fills = [None, None] if fill is None else halves(fill, "fill")
-    results = []
-    for half, own, part in zip(halves(value, "data"), fills, ("low", "high"), strict=True):
-        inputs = [half, node.inputs[1], own, *node.inputs[3:]]
-        new = ir.node("Pad", inputs, node.attributes)
-        editor.graph.insert_before(node, new)
-        _describe(new.outputs[0], f"{name}/{part}", ir.DataType.DOUBLE, described(padded).shape)
-        cast = editor.before(node, "Cast", new.outputs[0], to=ir.DataType.INT64, dtype=ir.DataType.INT64)
-        cast.name, cast.shape = f"{name}/{part}_whole", described(padded).shape
-        results.append(cast)
-    scaled = made("Mul", results[1], factor, "scaled", padded)
-    editor.replace(node, ir.node("Add", [scaled, results[0]]))
+    fills = (None, None) if fill is None else halves(fill)
+    low, high = map(padded, halves(value), fills)
+    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)], editor.graph)
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
