@@ -98,6 +98,18 @@ def part_of_file(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.S
     )
 
 
+def part_of_stack(tensor: ir.TensorProtocol, place: int, name: str) -> ir.TensorProtocol:
+    """The part at this place of a tensor's first axis, which is read without the others where that is possible."""
+    count, *shape = tensor.shape.numpy()
+    size, rest = divmod(tensor.nbytes, count)
+    if isinstance(tensor, ir.ExternalTensor) and not rest:  # else a byte has numbers of two parts
+        return part_of_file(tensor, place * size, size, ir.Shape(shape), name)
+    if isinstance(tensor, CutTensor) and 0 not in tensor.places:
+        places = {axis - 1: indices for axis, indices in tensor.places.items()}
+        return CutTensor(part_of_stack(tensor.source, place, name), places, ir.Shape(shape), name)
+    return computed(tensor, shape, name, lambda array: array[place])
+
+
 def as_slice(indices: npt.NDArray[np.int64]) -> Indices:
     """Consecutive indices as a slice, which needs no copy; other indices unchanged."""
     if not len(indices):

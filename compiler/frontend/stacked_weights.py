@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.lazy_tensors import computed, part_of_file
+from splitc.compiler.frontend.lazy_tensors import part_of_stack
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, tensor_of
 from splitc.compiler.frontend.optional import source_of
 
@@ -26,7 +26,7 @@ def part_stacks(graph: ir.Graph) -> None:
         for node, place in places.items():
             assert place is not None
             if place not in parts:
-                parts[place] = editor.weight(_part(weight, place))
+                parts[place] = editor.weight(part_of_stack(tensor_of(weight), place, f"{weight.name}.{place}"))
             node.outputs[0].replace_all_uses_with(parts[place])
             graph.remove(node, safe=True)
         del graph.initializers[weight.name or ""]
@@ -43,13 +43,3 @@ def _place(node: ir.Node, weight: ir.Value, graph: ir.Graph) -> int | None:
     if node.attributes.get_int("axis", 0) not in (0, -len(shape)):
         return None
     return numbers[0] % shape[0] if -shape[0] <= numbers[0] < shape[0] else None
-
-
-def _part(weight: ir.Value, place: int) -> ir.TensorProtocol:
-    """The tensor at this place of a stack."""
-    tensor, name = tensor_of(weight), f"{weight.name}.{place}"
-    count, *shape = tensor.shape.numpy()
-    size, rest = divmod(tensor.nbytes, count)
-    if isinstance(tensor, ir.ExternalTensor) and not rest:  # else a byte has numbers of two parts
-        return part_of_file(tensor, place * size, size, ir.Shape(shape), name)
-    return computed(tensor, shape, name, lambda array: array[place])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import onnx_ir as ir
@@ -20,8 +19,8 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.kernels import Types
-from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
-from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.fusion.mixtures import FAILURES, LOOKUPS, find_sorting, only_sorts
+from splitc.compiler.fusion.multi_head import has_attribute
 from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
@@ -35,8 +34,8 @@ GATES_FIRST, GATES_LAST, GATES_EVEN, GATES_ODD = "first", "last", "even", "odd"
 # contrib_ops/cuda. The number of an expert must be exact in bfloat16.
 LEAST_SIZE, MULTIPLE, MOST_EXPERTS = 16, 8, 256
 # Measured on an H200 with ONNX Runtime 1.31: the operator computes 140 TFLOPS, and single products 600, but each
-# expert's take 60 us more. So it is faster up to this many operations an expert, and is used for mixtures where that
-# are at least LEAST_ROWS rows: 1,000 tokens that choose 4 experts.
+# expert's take 60 us more. So it is faster up to this many operations an expert, and is used where these
+# are LEAST_ROWS rows or more: 1,000 tokens that choose 4 experts.
 MOST_FLOPS, LEAST_ROWS = 11.9e9, 4096
 # The most nodes between two products, and the rows on which an activation is tried. Their numbers are up to twice those
 # in its nodes, such as limits, and _LEAST at least. Beyond _MOST, products of two such numbers are infinite in float16.
@@ -154,7 +153,7 @@ def _first_product(node: ir.Node) -> _First | None:
     for value, other in (node.inputs, node.inputs[::-1]):
         joins = made_by(value, "Concat")
         groups = None if joins is None else find_row_groups(joins)
-        lookup = made_by(other, "Gather", "GatherND")
+        lookup = made_by(other, *LOOKUPS)
         if joins is None or groups is None or groups.biases is not None or lookup is None:
             continue
         table, numbers = lookup.inputs
@@ -177,13 +176,9 @@ def fits(experts: Experts) -> bool:
     return all(size >= LEAST_SIZE and size % MULTIPLE == 0 for size in experts.sizes)
 
 
-@cache
 def computes_gates() -> bool:
     """Whether the installed ONNX Runtime's operator computes gates."""
-    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
-
-    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, OPERATOR))
-    return any("swiglu_fusion" in schema.attributes for schema in schemas)
+    return has_attribute(OPERATOR, "swiglu_fusion")
 
 
 def _check(graph: ir.Graph, experts: Experts, types: Types) -> Activation:

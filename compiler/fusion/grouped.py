@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import onnx_ir as ir
 
@@ -24,7 +23,7 @@ from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
-from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
+from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention, has_attribute
 from splitc.compiler.fusion.operand import PASSED, as_operand, traced_back, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
@@ -184,10 +183,6 @@ def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
     return work.reshape(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
 
 
-@cache
 def is_known() -> bool:
     """Whether the installed ONNX Runtime's operator has the attribute `causal`."""
-    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
-
-    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, OPERATOR))
-    return any("causal" in schema.attributes for schema in schemas)
+    return has_attribute(OPERATOR, "causal")

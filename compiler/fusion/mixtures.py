@@ -21,7 +21,7 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
-_LOOKUPS = ("Gather", "GatherND")
+LOOKUPS = ("Gather", "GatherND")
 # The most nodes between the sort of rows and where their groups end, and between the experts and the sorted results.
 _MOST_NODES, _MOST_BEHIND = 24, 5
 # Half precision rounds each of a few steps.
@@ -50,7 +50,7 @@ class Sorting:
 
 def find_sorting(result: ir.Value, first: RowGroups) -> Sorting | None:
     """The values around experts whose first products are these, and whose last ones' `result` this is."""
-    rows, sort = made_by(first.rows, *_LOOKUPS), _sort_before(first.ends)
+    rows, sort = made_by(first.rows, *LOOKUPS), _sort_before(first.ends)
     numbers = None if sort is None else sort.inputs[0]
     chosen = None if numbers is None else source_through(numbers, "Reshape")
     shape = None if chosen is None else described(chosen).shape
@@ -69,7 +69,7 @@ def find_sorting(result: ir.Value, first: RowGroups) -> Sorting | None:
             biases = _looked_up(other_input(node, value))
             if biases is None or biases.const_value is None:
                 return None
-        elif is_onnx(node, *_LOOKUPS) and place == 0 and shares is not None:
+        elif is_onnx(node, *LOOKUPS) and place == 0 and shares is not None:
             sorting = Sorting(rows.inputs[0], numbers, shares, node.outputs[0], count, biases)
             return sorting if described(sorting.made).dtype == described(shares).dtype else None
         elif not is_onnx(node, "Identity") and (shares is not None or not is_onnx(node, "Cast")):
@@ -80,7 +80,7 @@ def find_sorting(result: ir.Value, first: RowGroups) -> Sorting | None:
 
 def _looked_up(value: ir.Value | None) -> ir.Value | None:
     """What a Gather reads whose result this is."""
-    lookup = None if value is None else made_by(source_through(value, "Unsqueeze", "Reshape"), *_LOOKUPS)
+    lookup = None if value is None else made_by(source_through(value, "Unsqueeze", "Reshape"), *LOOKUPS)
     return None if lookup is None else lookup.inputs[0]
 
 

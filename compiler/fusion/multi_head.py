@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import onnx_ir as ir
 
@@ -24,6 +25,15 @@ from splitc.compiler.fusion.writing import Writer
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
 # Transposes [batch, heads, length, size] to [batch, length, heads, size], and back.
 SWAP_HEADS = (0, 2, 1, 3)
+
+
+@cache
+def has_attribute(operator: str, attribute: str) -> bool:
+    """Whether an operator of the installed ONNX Runtime's own has an attribute, which older ones may lack."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, operator))
+    return any(attribute in schema.attributes for schema in schemas)
 
 
 def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:

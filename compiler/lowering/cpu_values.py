@@ -79,7 +79,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
             is_size = all(v in sizes or v in folded or _is_small(v) for v in node.inputs if v is not None)
             if is_size:
                 sizes.update(node.outputs)
-            if not has_kernel and not (is_size and not any(map(_is_fed, node.inputs))):
+            if not has_kernel and (not is_size or any(map(_is_fed, node.inputs))):
                 missing.append(node)
         else:
             on_host = host_inputs(node)

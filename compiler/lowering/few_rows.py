@@ -68,9 +68,7 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     """Replace a product of grouped rows by an If, which copies matrices for up to this many rows."""
     name = node.outputs[0].name or ""
     outside, few, many = (Nodes(f"{name}/{part}", editor) for part in ("size", "few_rows", "many_rows"))
-    size = outside.sizes("Gather", outside.sizes("Shape", groups.rows, count=2), editor.numbers(0))
-    count = outside.one("Squeeze", size, editor.numbers(0))
-    count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+    size, count = count_rows(groups.rows, outside)
     is_few = outside.one("Less", count, editor.constant(np.array(most + 1, np.int64)))
     # ONNX Runtime would fold a Split of weights inside a branch, and hold a copy of all matrices in each session.
     one = outside.sizes("Clip", size, *[editor.constant(np.array(1, np.int64))] * 2)
@@ -84,11 +82,24 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     put_in_place(node, [*outside.made, made], made.outputs, editor.graph)
 
 
+def count_rows(rows: ir.Value, b: Nodes) -> tuple[ir.Value, ir.Value]:
+    """The number of rows of a matrix, as a list and as a scalar."""
+    size = b.sizes("Gather", b.sizes("Shape", rows, count=2), b.editor.numbers(0))
+    count = b.one("Squeeze", size, b.editor.numbers(0))
+    count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+    return size, count
+
+
+def row_numbers(count: ir.Value, b: Nodes) -> ir.Value:
+    """The numbers of so many rows, [rows, 1]."""
+    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+    return b.shaped(b.one("Range", none, count, one), -1, 1)
+
+
 def _copying(groups: RowGroups, count: ir.Value, b: Nodes) -> ir.Value:
     """The products of rows with copies of their groups' matrices, [rows, columns]. `count` is the number of rows."""
-    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
     first, last = b.editor.numbers(0), b.editor.numbers(-1)
-    numbers = b.shaped(b.one("Range", none, count, one), -1, 1)
+    numbers = row_numbers(count, b)
     # A row's group is the number of groups that end before it. All rows beyond the last but one are the last one's.
     ends = b.cut(groups.ends, 0, first, last)
     before = b.one("Cast", b.one("Not", b.one("Less", numbers, ends)), to=ir.DataType.FLOAT)

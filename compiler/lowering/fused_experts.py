@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor, computed, part_of_file
+from splitc.compiler.frontend.lazy_tensors import JoinedTensor, computed, part_of_stack
 from splitc.compiler.frontend.matching import tensor_of
 from splitc.compiler.frontend.origins import described, origin_of
 from splitc.compiler.frontend.unused import remove_unused
@@ -31,6 +31,7 @@ from splitc.compiler.fusion.experts import (
 from splitc.compiler.fusion.mixtures import Sorting, find_sorting
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
+from splitc.compiler.lowering.few_rows import count_rows, row_numbers
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups
 from splitc.runtime.arrays.array import Array
 
@@ -87,11 +88,8 @@ def _choices(groups: RowGroups, b: Nodes) -> ir.Value:
 
     That is the first expert whose rows end behind the row.
     """
-    size = b.sizes("Gather", b.sizes("Shape", groups.rows, count=2), b.editor.numbers(0))
-    count = b.one("Squeeze", size, b.editor.numbers(0))
-    count.type, count.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
-    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
-    numbers = b.shaped(b.one("Range", none, count, one), -1, 1)
+    _, count = count_rows(groups.rows, b)
+    numbers = row_numbers(count, b)
     dtype = described(groups.rows).dtype
     assert dtype is not None
     descending = b.editor.constant(np.arange(groups.count, 0, -1).astype(dtype.numpy()))
@@ -125,19 +123,9 @@ def _order(gates: str | None) -> Turn:
 
 def _turned(tensor: ir.TensorProtocol, turn: Turn, editor: Editor) -> ir.Value:
     """A weight whose first axis is that of experts, each of them turned. It is read, one by one, when it is written."""
-    parts = [_of_expert(tensor, number) for number in range(tensor.shape.numpy()[0])]
-    shape = turn(np.empty(parts[0].shape.numpy(), np.bool_)).shape
-    turned = [computed(part, shape, part.name or "", turn) for part in parts]
+    count, *sizes = tensor.shape.numpy()
+    shape = turn(np.empty((1, *sizes), np.bool_)).shape
+    names = [f"{tensor.name}[{number}]" for number in range(count)]
+    parts = [part_of_stack(tensor, number, name) for number, name in enumerate(names)]
+    turned = [computed(part, shape, part.name or "", lambda array: turn(array[None])) for part in parts]
     return editor.weight(JoinedTensor(turned, 0, f"{tensor.name}/turned"))
-
-
-def _of_expert(tensor: ir.TensorProtocol, number: int) -> ir.TensorProtocol:
-    """One expert's part of a tensor, [1, ...], which is read without the others where that is possible."""
-    shape = ir.Shape([1, *tensor.shape.numpy()[1:]])
-    name = f"{tensor.name}[{number}]"
-    if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.bitwidth >= 8:
-        size = tensor.nbytes // tensor.shape.numpy()[0]
-        return part_of_file(tensor, number * size, size, shape, name)
-    if isinstance(tensor, CutTensor) and 0 not in tensor.places:
-        return CutTensor(_of_expert(tensor.source, number), tensor.places, shape, name)
-    return CutTensor(tensor, {0: slice(number, number + 1)}, shape, name)

@@ -152,7 +152,7 @@ def most_copied(elements: int, bits: int) -> int:
 def grouped_scratch(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """The scratch of a Concat on GPUs, in elements, if it joins products of grouped rows.
 
-    That are the copied matrices, or the sorted rows of the operator that computes them.
+    Either the copied matrices, or the sorted rows of the operator that computes them.
     """
     groups = find_row_groups(node)
     dtype = node.outputs[0].dtype
