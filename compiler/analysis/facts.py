@@ -11,8 +11,9 @@ from typing import Any
 from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
+from splitc.compiler.frontend.constants import fold_constants
 from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
-from splitc.compiler.frontend.graph import Graph, open_graph
+from splitc.compiler.frontend.graph import Graph, complete, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.merged_weights import Merged, merge
@@ -120,7 +121,9 @@ def analyze(
         read_symbols(graph.model)
         name_numbered_sizes(graph, {**asked.smallest, **asked.typical, **asked.shapes, **asked.largest})
         with defaults_hidden(graph.graph):
-            infer_shapes(graph.model)
+            infer_shapes(graph.model, folds=True)
+            if fold_constants(graph.graph):
+                graph = replace(graph, reads=complete(graph.model))
         check_accepted(graph, proto)
         check_ends(graph)
         settle_state_sizes(graph)

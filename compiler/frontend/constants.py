@@ -24,24 +24,41 @@ _OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
 _END = (1 << 31) - 1
 
 
-def fold_constants(graph: ir.Graph) -> None:
+def fold_constants(graph: ir.Graph) -> bool:
     """Replace nodes that compute from constant sizes, conditions and scalars alone by constants, in place.
 
-    What is computed from weights is not folded, except for sizes of weights: names and shards are those of the model's
-    own weights.
+    If shapes were inferred, so are sizes that are the same in all requests, such as that of a head. What is computed
+    from weights is not folded, except for sizes of weights: names and shards are those of the model's own weights.
+    Returns whether any node was replaced.
     """
     known = {value for value in graph.initializers.values() if _is_number(value)}
     with defaults_hidden(graph):
         for node in graph:
             reads = [value for value in node.inputs if value is not None]
             of_weight = operator_of(node).reads_shape and all(value.is_initializer() for value in reads)
-            if reads and (of_weight or known.issuperset(reads)) and fold(node):
-                if all(map(_is_list, node.outputs)):
-                    known.update(node.outputs)
-                else:
-                    for value in node.outputs:
-                        value.const_value = None
-        keep_folded(graph, known)
+            if not _selects_fixed(node):
+                _forget(node)  # inference rounds quotients otherwise than ONNX does
+                is_known = bool(reads) and (of_weight or known.issuperset(reads))
+                if not (is_known and fold(node) and all(map(_is_list, node.outputs))):
+                    _forget(node)
+                    continue
+            known.update(node.outputs)
+        return keep_folded(graph, known)
+
+
+def _selects_fixed(node: ir.Node) -> bool:
+    """Whether a node only selects sizes, and inference knows them as numbers."""
+    operator = operator_of(node)
+    return (operator.reads_shape or operator.passes_sizes) and all(
+        value.const_value is not None and value.dtype in _OF_SIZES and value.const_value.size <= LONGEST
+        for value in node.outputs
+    )
+
+
+def _forget(node: ir.Node) -> None:
+    for value in node.outputs:
+        if value.const_value is not None:  # setting it is slow
+            value.const_value = None
 
 
 def _is_number(value: ir.Value) -> bool:
@@ -58,9 +75,10 @@ def _is_list(value: ir.Value) -> bool:
     return value.dtype in _OF_SIZES or value.shape is None or len(value.shape) < 2
 
 
-def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
-    """Replace nodes whose outputs are all known by initializers, in place."""
-    for node in [node for node in graph if node.outputs and all(value in known for value in node.outputs)]:
+def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> bool:
+    """Replace nodes whose outputs are all known by initializers, in place. Returns whether there are any."""
+    nodes = [node for node in graph if node.outputs and all(value in known for value in node.outputs)]
+    for node in nodes:
         for old in node.outputs:
             array = known_array(old)
             assert array is not None
@@ -68,6 +86,7 @@ def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
             new = add_initializer(graph, ir.tensor(array, name=name))
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         graph.remove(node, safe=True)
+    return bool(nodes)
 
 
 def bypass_same(graph: ir.Graph) -> None:

@@ -25,6 +25,7 @@ from onnx_shape_inference import (
 )
 
 from splitc.compiler.frontend.folding import fold
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # The dtypes of values of unknown type.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
+# Sizes of inputs, also multiplied and added. Numbers that inference names itself (_d0) may be anything.
+NOT_NEGATIVE = re.compile(r"(?!.*\b_d\d)[\w\s*/+(),]+")
 Rule = Callable[[Any, ir.Node], None]
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
@@ -301,7 +304,70 @@ def _of_grouped_rows(rule: Rule) -> Rule:
     return infer
 
 
+def _of_named_sizes(rule: Rule) -> Rule:
+    """The rule of ConstantOfShape, corrected: it also takes symbolic sizes."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        sizes, made = context.get_symbolic_value(node.inputs[0]), node.outputs[0]
+        if made.shape is None and sizes is not None:
+            context.set_shape(made, ir.Shape(list(sizes)))
+
+    return infer
+
+
+def _in_numbers(rule: Rule) -> Rule:
+    """The rule of Reshape, corrected: a size -1 that is the same for all inputs is a number, not the symbol "32"."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        shape = node.outputs[0].shape
+        texts = [None if size is None or isinstance(size, int) else size.value for size in shape or ()]
+        if shape is not None and any(text and text.isdecimal() for text in texts):
+            pairs = zip(shape, texts, strict=True)
+            node.outputs[0].shape = ir.Shape([int(text) if text and text.isdecimal() else size for size, text in pairs])
+
+    return infer
+
+
+def _of_compared_sizes(rule: Rule) -> Rule:
+    """The rule of Where, corrected: sizes are no negative numbers.
+
+    torch's older exporter replaces -1 in the target of each Expand: Where(Equal(sizes, -1), ones, sizes).
+    """
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        equal = made_by(node.inputs[0], "Equal")
+        one, other, *choices = (
+            None if value is None else context.get_symbolic_value(value)
+            for value in (*(equal.inputs if equal is not None else (None, None)), *node.inputs[1:])
+        )
+        if one is None or other is None or None in choices or len({len(one), len(other), *map(len, choices)}) > 1:
+            return
+        chosen = [
+            None if (same := _are_same(a, b)) is None else (x if same else y)
+            for a, b, x, y in zip(one, other, *choices, strict=True)
+        ]
+        if None not in chosen:
+            context.set_symbolic_value(node.outputs[0], chosen)
+
+    return infer
+
+
+def _are_same(one: int | ir.SymbolicDim, other: int | ir.SymbolicDim) -> bool | None:
+    """Whether two entries of lists of sizes are the same; None if that is not known."""
+    if one == other or (isinstance(one, int) and isinstance(other, int)):
+        return one == other
+    size, number = (other, one) if isinstance(one, int) else (one, other)
+    is_positive = isinstance(size, ir.SymbolicDim) and NOT_NEGATIVE.fullmatch(size.value or "")
+    return False if is_positive and isinstance(number, int) and number < 0 else None
+
+
 CORRECTED = {
+    ("", "ConstantOfShape"): _of_named_sizes,
+    ("", "Reshape"): _in_numbers,
+    ("", "Where"): _of_compared_sizes,
     ("", "Slice"): _not_beyond,
     ("", "If"): _of_both_branches,
     ("", "Split"): _of_given_sizes,

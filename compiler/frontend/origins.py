@@ -51,6 +51,12 @@ def noted_sizes(value: ir.Value) -> ir.Shape | None:
     return shape
 
 
+def own_shape(value: ir.Value) -> ir.Shape | None:
+    """The shape of a value on its rank: its noted sizes, or else the model's."""
+    noted = noted_sizes(value)
+    return described(value).shape if noted is None else noted
+
+
 def restore_types(graph: ir.Graph) -> None:
     """Set the model's types on the outputs of all nodes, in place: values between engines need them."""
     for value in (value for node in graph for value in node.outputs):

@@ -24,7 +24,6 @@ from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Caches, check_scores, find_caches, growing_caches, unfused_caches
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.fusion.experts import mark_experts
-from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kept_rows import Chosen, find_tokens, keep_rows
@@ -98,7 +97,6 @@ def fuse(
     """
     roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room and states else {}
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
-    fixed = work.fix_numbers()
     nodes = [node for node in graph.nodes if node.graph is not None]
     # Attention comes last: norms and rotary embeddings of its queries and keys are single operators by then.
     parts = {node: outcome for node in nodes if gains.parts and (outcome := work.part(node)) is not None}
@@ -126,7 +124,7 @@ def fuse(
     mixtures = mark_experts(graph.graph, gains.experts, lambda: work.other_sizes.shapes) if gains.experts else ()
     outcomes += [Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mixtures]
     if not any(outcome.operator for outcome in outcomes):
-        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(outcomes))
+        return Fused(graph, bound, tuple(outcomes))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
     uncompared = work.uncompared() if any(outcome.operator == ROTARY for outcome in outcomes) else frozenset()
     graph = replace(graph, reads=complete(graph.model))
@@ -189,18 +187,6 @@ class _Work:
     def uncompared(self) -> frozenset[str]:
         """As `Fused.uncompared`: the operator RotaryEmbedding does not compare its data's size with its tables'."""
         return frozenset(self._tables.uncompared)
-
-    def fix_numbers(self) -> bool:
-        """Make scalars constants that are computed from shapes, but are the same for all input sizes.
-
-        Returns whether there are any.
-        """
-        numbers = computed_numbers(self.graph, self.bound)
-        other = self.other_sizes if numbers else self.bound
-        fixed = other is not self.bound and fix_numbers(self.editor, numbers, other)
-        if fixed:
-            remove_unused(self.graph.graph)
-        return fixed
 
     def join_views(self) -> None:
         """Remove views of views."""

@@ -25,7 +25,7 @@ from splitc.compiler.frontend.matching import (
     other_input,
     tensor_of,
 )
-from splitc.compiler.frontend.origins import described, planned_shape, take_place
+from splitc.compiler.frontend.origins import described, own_shape, planned_shape, take_place
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.operators.gpu_kernels import HALVES
@@ -165,7 +165,7 @@ def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     for data, bias in (node.inputs, node.inputs[::-1]):
         if data is None or bias is None or bias.const_value is None or data.const_value is not None:
             continue
-        own, shape = bias.const_value.shape.numpy(), described(data).shape
+        own, shape = bias.const_value.shape.numpy(), own_shape(data)
         if len(own) == 1 and own[0] > 1 and shape is not None and len(shape) > 1 and shape[-1] == own[0]:
             return data, bias
     return None

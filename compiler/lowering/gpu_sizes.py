@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.origins import described, own_shape
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
 from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
@@ -132,7 +132,7 @@ def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
     equal = editor.before(node, "Equal", value, extreme)
     marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
-    shape = described(value).shape
+    shape = own_shape(value)
     for made, suffix, dtype in (
         (extreme, "extreme", described(value).dtype),
         (equal, "equal", ir.DataType.BOOL),
@@ -148,7 +148,7 @@ def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     dtype = None if scale is None else described(scale).dtype
     if _is_list(value) and dtype is not None:
         number = editor.before(node, "Cast", value, to=dtype)
-        _describe(number, f"{node.outputs[0].name}/number", dtype, described(value).shape)
+        _describe(number, f"{node.outputs[0].name}/number", dtype, own_shape(value))
         editor.replace(node, ir.node("Mul", [number, scale]))
 
 
@@ -225,9 +225,7 @@ class _Raising:
                 if raised is None:
                     return None
             inputs.append(raised)
-        return self._after(
-            value, "on_gpu", described(value).shape, node.op_type, inputs, node.domain, **node.attributes
-        )
+        return self._after(value, "on_gpu", own_shape(value), node.op_type, inputs, node.domain, **node.attributes)
 
     def _by_range(self, value: ir.Value) -> ir.Value | None:
         """The value, with one Range of one step for each of its numbers; None if there are too many."""
@@ -259,10 +257,10 @@ class _Raising:
 
     def _shape(self, value: ir.Value) -> Shape | None:
         """The shape of a value that is computed from sizes. It is the same in every request."""
-        known = described(value)
-        if known.shape is not None and known.shape.is_static():
-            return known.shape.numpy()
-        return self.shapes.get(known.name or "")
+        whole, own = described(value), own_shape(value)
+        if own is not None and own.is_static():
+            return own.numpy()
+        return self.shapes.get(whole.name or "") if own == whole.shape else None
 
     def _after(
         self,

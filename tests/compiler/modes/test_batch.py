@@ -206,10 +206,10 @@ def test_mask_is_as_long_as_an_empty_cache_and_new_tokens(write_model: Callable[
 
 def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> None:
     """The mask written by row numbers is not named, since its rows are independent."""
-    text = WRITTEN.replace("NUMBERS", SAME).replace("=> (float[B,L] y)", "=> (float[B,L] y, float[L] z)")
-    model = write_model(
-        text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Cast <to = 1> (column_numbers)")
+    text = WRITTEN.replace("NUMBERS", SAME).replace(
+        "mask) => (float[B,L] y)", "mask, float[4] other) => (float[B,L] y, float[4] z)"
     )
+    model = write_model(text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Neg (other)"))
     with pytest.raises(CannotSplitError, match="the output 'z' has no axis for the rows along axis 0 of 'x'"):
         plan_model(model, ["2xcpu"], BATCH)
 

@@ -34,7 +34,8 @@ from tests.helpers.operators import (
 
 
 def numbered(b: Block, v: ir.Value) -> ir.Value:
-    size = b.op("Gather", b.op("Shape", v), b.constant(2, np.int64), axis=0)
+    batch, size = (b.op("Gather", b.op("Shape", v), b.constant(number, np.int64), axis=0) for number in (0, 2))
+    size = b.op("Sub", b.op("Add", size, batch), batch)  # which inference does not know as a number
     numbers = b.op("Range", b.constant(0, np.int64), size, b.constant(1, np.int64))
     return b.op("Mul", v, b.op("Cast", numbers, to=FLOAT))
 

@@ -197,7 +197,7 @@ def test_time_of_what_reads_a_part(name: str, tmp_path: Path) -> None:
     seconds = []
     for rows in (20, 2000):
         b = Block()
-        made = PARTS[name](b, b.data("x", (rows, HIDDEN)))
+        made = PARTS[name](b, b.data("x", (rows, HIDDEN), ["rows", HIDDEN]))
         b.give(b.op("Neg", made), dtype=INT if name == "Shape" else FLOAT, shape=["?"] * (1 if name == "Shape" else 2))
         costs = costs_of(b, tmp_path)
         (node,) = nodes_of(costs.graph.graph, name)
