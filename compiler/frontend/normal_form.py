@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
+from splitc.compiler.frontend.counted import count_by_range
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
 from splitc.compiler.frontend.loops import unroll_loops
@@ -48,6 +49,7 @@ def lift(model: ir.Model) -> None:
     merge_casts(model.graph)
     replace_sequences(model)
     reshape_repeats(model)
+    count_by_range(model)
     copy_selections(model.graph)
     take_out_norms(model)
 

@@ -14,7 +14,6 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import shapes_by_onnx
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by, source_through, value_before
-from splitc.compiler.nodes import unused_name
 
 # The shapes of values that inference finds, by name.
 Shapes = Mapping[str | None, ir.Shape]
@@ -28,7 +27,7 @@ def reshape_repeats(model: ir.Model) -> None:
     picks = [node for node in model.graph if is_onnx(node, "GatherND") and _mask_of(node) is not None]
     if not picks:
         return
-    shapes, known, editor = shapes_by_onnx(model), set(model.graph), Editor(model.graph)
+    shapes, editor = shapes_by_onnx(model), Editor(model.graph)
     for node in picks:
         mask = _mask_of(node)
         assert mask is not None
@@ -36,10 +35,6 @@ def reshape_repeats(model: ir.Model) -> None:
             _reshape(node, mask, shape.rank(), editor)
     for node in [node for node in model.graph if is_onnx(node, *EXTREMES)]:
         _replace_extreme(node, shapes, editor)
-    names = {value.name for node in model.graph for value in node.outputs}
-    for value in (value for node in model.graph if node not in known for value in node.outputs):
-        value.name = value.name or unused_name("splitc_repeats", names)
-        names.add(value.name)
 
 
 def _mask_of(pick: ir.Node) -> ir.Value | None:

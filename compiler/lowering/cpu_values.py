@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.lowering.few_rows import FEW_ROWS
-from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs, typed_input
+from splitc.compiler.operators.gpu_kernels import COUNTING, HALVES, has_gpu_kernel, host_inputs, typed_input
 from splitc.compiler.operators.registry import operator_of
 
 # The most elements of a constant that a node on the CPU may read: kSmallInitializerThreshold.
@@ -38,6 +38,7 @@ class Placement:
     - `to_gpu`, `to_cpu`: reads of a value that lies in the other memory.
     - `fed`: reads of graph inputs by nodes that stay on the CPU only because they read a size too.
     - `missing`: nodes without a kernel for GPUs. Those that are folded, or compute sizes alone, need none.
+    - `counting`: nodes on the GPU that count their results.
     """
 
     sizes: frozenset[ir.Value]
@@ -45,6 +46,7 @@ class Placement:
     to_cpu: tuple[Read, ...]
     fed: tuple[Read, ...]
     missing: tuple[ir.Node, ...]
+    counting: tuple[ir.Node, ...]
 
 
 def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placement:
@@ -60,6 +62,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
     to_cpu: list[Read] = []
     fed: list[Read] = []
     missing: list[ir.Node] = []
+    counting: list[ir.Node] = []
     for node in graph:
         reads = [
             Read(node, number, value)
@@ -82,10 +85,11 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
             if not has_kernel and (not is_size or any(map(_is_fed, node.inputs))):
                 missing.append(node)
         else:
+            counting += [node] if node.op_type in COUNTING and not node.domain else []
             on_host = host_inputs(node)
             to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
             to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
-    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed), tuple(missing))
+    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed), tuple(missing), tuple(counting))
 
 
 def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
@@ -103,6 +107,8 @@ def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
                 return why
     for node in placement.missing:
         return f"{_title(node)} has no kernel for GPUs"
+    for node in placement.counting:
+        return f"{_title(node)} has as many elements as its data decide"
     for value in graph.outputs if around else ():
         if value in placement.sizes:
             return f"the branch's result '{value.name}' is computed on the CPU"

@@ -58,6 +58,8 @@ MISSING = frozenset(
         *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", LATENT),
     }
 )
+# Operators that count on the GPU how many elements they return, and wait until the CPU knows it.
+COUNTING = frozenset({"Compress", "NonMaxSuppression", "NonZero"})
 MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
 # For operators with kernels for few types: these types, of the first input.
 TYPES: dict[str, frozenset[ir.DataType]] = {
@@ -77,6 +79,7 @@ _LARGE = frozenset({ir.DataType.INT64, ir.DataType.UINT32})
 WITHOUT: dict[str, frozenset[ir.DataType]] = {
     **dict.fromkeys(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod"), _BYTES),
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _WHOLE | {ir.DataType.BOOL}),
+    "PRelu": frozenset({ir.DataType.UINT32}),
     **dict.fromkeys(("CenterCropPad", "Pad", "Relu"), _WHOLE),
     **dict.fromkeys(("Gemm", "MatMul"), _LARGE | {ir.DataType.INT32}),
     **dict.fromkeys(("ReduceL1", "ReduceMean", "ReduceProd"), _LARGE),

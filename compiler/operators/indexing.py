@@ -190,6 +190,7 @@ OPERATORS = (
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
     Operator("OneHot", one_hot, shape_arithmetic=True),
+    Operator("NonZero", shape_arithmetic=True),
     Operator("ScatterElements", scatter_elements, positions=(1,), writes_in_place=True, example_input=scatter_places),
     Operator("ScatterND", scatter_nd, positions=(1,), writes_in_place=True),
     Operator("TensorScatter", tensor_scatter, positions=(2,), writes_in_place=True, states={0: 0}),

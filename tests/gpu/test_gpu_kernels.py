@@ -71,6 +71,8 @@ READS = (
         "Where": "(b, x, x)",
     }
 )
+# What ONNX Runtime expands in this opset alone, to operators with kernels.
+EXPANDED = ("Relu", "int64", 18)
 BOOLEAN = ("Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual")
 NODES = [*READS.items(), ("GRU", "<hidden_size = 4> (steps, gates, gates)")]
 MODEL = """<ir_version: 10, opset_import: ["" : {opset}]> g (
@@ -96,6 +98,8 @@ TYPES += [(dtype, opset) for dtype in WHOLE for opset in (18, 24)]
 @pytest.mark.parametrize(("name", "reads"), NODES, ids=lambda one: one.replace(" ", ""))
 def test_the_compiler_knows_which_have_kernels(name: str, reads: str, dtype: str, opset: int) -> None:
     """ONNX Runtime refuses to capture a graph with a node that has none."""
+    if (name, dtype, opset) == EXPANDED:
+        pytest.skip("ONNX Runtime expands it")
     made = {**dict.fromkeys(BOOLEAN, "bool"), "BitwiseNot": "int32", "Cast": "float", "NonZero": "int64"}.get(
         name, dtype
     )

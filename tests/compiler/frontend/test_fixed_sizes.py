@@ -1,4 +1,4 @@
-"""Numbers that follow from fixed sizes are constants, so that attention has them as its scale."""
+"""Sizes that are the same in all requests are constants of the graph, and so is what follows from them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from splitc.compiler import compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
-from tests.conftest import run_whole
+from splitc.runtime import Session
+from tests.conftest import LAYER, assert_close, run_whole
 from tests.helpers.written_attention import operators
 
 # As torch's newer exporter writes attention without its optimizer: queries and keys are multiplied by the root of 1 /
@@ -57,3 +59,51 @@ def test_a_scale_from_a_fixed_size_is_the_operators_own(tmp_path: Path, place: i
         request = feeds(*sizes)
         expected = run_whole(tmp_path / "model.onnx", request)["y"]
         np.testing.assert_allclose(run_whole(tmp_path / "fused.onnx", request)["y"], expected, rtol=0, atol=2e-6)
+
+
+# Both halves of the columns, as torch's older exporter writes chunk(2, -1): {view} gives the shape whose last size is
+# halved.
+HALVED = """<ir_version: 8, opset_import: ["" : 17]>
+    halved (float[b, l, 8] x) => (float[b, l, 4] y)
+    <int64[1] axis = {{2}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
+     int64[1] none = {{-1}}, float number = {{1.5}}> {{
+        {view}
+        sizes = Shape (data)  size = Gather (sizes, axis)  more = Add (size, one)  half = Div (more, two)
+        end = Mul (half, two)  left = Slice (data, zero, half, axis)  right = Slice (data, half, end, axis)
+        y = Mul (left, right) }}"""
+VIEWS = {
+    "declared": "data = Identity (x)",
+    # A size of -1 that is the same for all inputs.
+    "reshaped": """given = Shape (x)  batch = Gather (given, zero)  length = Gather (given, one)
+        shape = Concat <axis = 0> (batch, length, none)  flat = Reshape (x, shape)  data = Relu (flat)""",
+    # As that exporter writes x.expand(b, l, -1).
+    "expanded": """given = Shape (x)  count = Shape (given)  ones = ConstantOfShape <value = int64[1] {1}> (count)
+        negative = Mul (ones, none)  unknown = Equal (given, negative)  shape = Where (unknown, ones, given)
+        data = Expand (number, shape)""",
+    "filled": "given = Shape (x)  zeros = ConstantOfShape (given)  data = Add (x, zeros)",
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_arithmetic_on_fixed_sizes_is_folded(tmp_path: Path, view: str) -> None:
+    onnx.save(onnx.parser.parse_model(HALVED.format(view=view)), tmp_path / "model.onnx")
+    names = operators(analyze(tmp_path / "model.onnx", AskedShapes(), 1).graph.graph)
+    assert not {"Div", "Gather"} & set(names[names.index("Slice") - 2 :])
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for sizes in ((1, 1, 8), (2, 3, 8)):
+            request = {"x": np.random.default_rng(1).standard_normal(sizes).astype(np.float32)}
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))
+
+
+def test_a_size_that_may_be_minus_one_is_not_taken_for_a_length(tmp_path: Path) -> None:
+    """`given` is not a size: where it is -1, the model takes 1."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 1] x, int64[2] given) => (float[n, m] y) <int64[2] ones = {1, 1}, int64[2] negative = {-1, -1}> {
+            unknown = Equal (given, negative)  shape = Where (unknown, ones, given)  y = Expand (x, shape) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for given in ([-1, 3], [2, -1], [2, 2]):
+            request = {"x": np.ones((2, 1), np.float32), "given": np.array(given)}
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))

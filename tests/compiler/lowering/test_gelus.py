@@ -68,6 +68,20 @@ def test_each_form_is_one_operator(tmp_path: Path, form: str) -> None:
     np.testing.assert_allclose(outputs["y"].astype(np.float32), expected["y"].astype(np.float32), rtol=0, atol=1e-2)
 
 
+def test_on_ranks_with_a_part_of_the_bias(tmp_path: Path) -> None:
+    onnx.save(written(FORMS["halved last"]), tmp_path / "model.onnx")
+    asked = Request(split_mode="tensor", shapes={"x": (2, 16, SIZE)}, spread=True)
+    compile_model(plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], asked), tmp_path / "package", verify=False)
+    for rank in (0, 1):
+        made = operators(ir.load(tmp_path / f"package/rank{rank}/stage0.onnx").graph)
+        assert made[:3] == ["MatMul", "com.microsoft.BiasGelu", "MatMul"]
+    inputs = {"x": np.random.default_rng(1).standard_normal((3, 5, SIZE)).astype(np.float16)}
+    with Session(tmp_path / "package", devices=["cpu0", "cpu1"]) as session:
+        outputs = session.run(inputs)
+    expected = run_whole(tmp_path / "model.onnx", inputs)
+    np.testing.assert_allclose(outputs["y"].astype(np.float32), expected["y"].astype(np.float32), rtol=0, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("model", "device"),
     [

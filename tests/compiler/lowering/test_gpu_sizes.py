@@ -14,6 +14,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.origins import note_sizes, stand_for
 from splitc.compiler.lowering.cpu_values import place_values, why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.runtime import Session
@@ -83,11 +84,11 @@ def repeated(block: Block, x: ir.Value) -> None:
     block.give(block.op("Tile", x, block.op("Reshape", picked, block.ints(2))), shape=["n", "m"])
 
 
-def spread(block: Block, x: ir.Value) -> None:
-    """Forty times the place in the middle, as tables of positions are made."""
+def spread(block: Block, x: ir.Value, times: int = 40) -> None:
+    """Often the place in the middle, as tables of positions are made."""
     half = block.op("Div", length(block, x), block.constant(2, np.int64))
-    places = block.op("Expand", block.op("Unsqueeze", half, block.ints(0)), block.ints(40))
-    block.give(block.op("Gather", x, places), shape=[40, 8])
+    places = block.op("Expand", block.op("Unsqueeze", half, block.ints(0)), block.ints(times))
+    block.give(block.op("Gather", x, places), shape=[times, 8])
 
 
 def clipped(block: Block, x: ir.Value) -> None:
@@ -178,6 +179,17 @@ def test_nothing_is_copied_and_results_stay_the_same(form: Callable[[Block, ir.V
             np.testing.assert_array_equal(made[name], expected)
 
 
+def test_a_list_is_as_long_as_it_is_on_its_rank(tmp_path: Path) -> None:
+    """Places that are computed from sizes may be sharded: a rank has three of six."""
+    model, _ = written(tmp_path, lambda block, x: spread(block, x, 3))
+    graph = ir.load(model).graph
+    (places,) = (node.outputs[0] for node in graph if node.op_type == "Expand")
+    stand_for(places, ir.val("places", ir.DataType.INT64, [6]))
+    note_sizes(places, ir.Shape([3]))
+    keep_on_gpu(graph, 17, {})
+    assert [node.op_type for node in graph].count("Range") == 3
+
+
 def test_what_depends_on_data_stays_where_it_is(tmp_path: Path) -> None:
     """How many there are is known by the GPU, and a Range needs it on the CPU."""
 
@@ -211,6 +223,8 @@ def test_control_flow_and_missing_kernels_are_named() -> None:
     x = ir.val("x", ir.DataType.BOOL, [])
     node = ir.node("If", [x], {"then_branch": branch, "else_branch": branch.clone()})
     assert why_not_captured(graph(node, x)) == "If 'y' is control flow"
+    x = ir.val("x", ir.DataType.FLOAT, [8])
+    assert why_not_captured(graph(ir.node("NonZero", [x]), x)) == "NonZero 'y' has as many elements as its data decide"
 
 
 def test_arithmetic_on_sizes_needs_no_kernel() -> None:

@@ -74,6 +74,7 @@ FOLDED: dict[str, tuple[Any, ...]] = {
     "Where": ([True, False, True], A, B),
     "Range": (2, 11, 3),
     "Gather": (A, [2, 0]),
+    "NonZero": ([3, 0, 1],),
     "Reshape": ([1, 2, 3, 4], [2, -1]),
     "Flatten": ([[1, 2], [3, 4]],),
     "Squeeze": ([[1, 2]], [0]),
