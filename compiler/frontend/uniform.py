@@ -1,6 +1,7 @@
 """Uniform weights: all their rows, or slices along another axis, are equal, as in biases of zeros.
 
-Exporters merge uniform weights of one shape, whatever they are for. So each reader may need another shard of them.
+Exporters merge uniform weights of one shape, whatever they are for, and what is computed from them alone. So each
+reader may need another shard of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.lazy_tensors import read_alone
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
@@ -38,14 +40,16 @@ def _repeats(elements: Array, axis: int) -> bool:
 
 
 def copy_selections(graph: ir.Graph) -> None:
-    """Give each reader of a part of a uniform weight its own copy of the node that selects the part, in place.
+    """Give each reader of uniform numbers its own copy of the node that makes them, in place.
 
-    Exporters merge such nodes too. Copies that are sharded alike are merged again by ONNX Runtime.
+    These are parts of uniform weights, one number repeated to some sizes, and dequantized biases, which are uniform
+    where exporters merged them. Copies that are sharded alike are merged again by ONNX Runtime.
     """
     selections: dict[ir.Value, ir.Node] = {}
-    for node in (node for node in graph if _selects(node)):
-        source = node.inputs[0]
-        if source is not None and (source in selections or (source.is_initializer() and is_uniform(source))):
+    for node in (node for node in graph if len(node.outputs) == 1):
+        source = node.inputs[0] if node.inputs else None
+        is_part = source is not None and _selects(node) and (source in selections or _is_uniform_weight(source))
+        if is_part or _repeats_one(node, source) or _dequantizes_bias(node, source):
             selections[node.outputs[0]] = node
     names = {value.name for node in graph for value in node.outputs} if selections else set()
     for value, node in reversed(selections.items()):
@@ -56,8 +60,28 @@ def copy_selections(graph: ir.Graph) -> None:
 def _selects(node: ir.Node) -> bool:
     """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
-    selects = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
-    return selects and len(node.outputs) == 1
+    return (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
+
+
+def _is_uniform_weight(value: ir.Value) -> bool:
+    return value.is_initializer() and is_uniform(value)
+
+
+def _repeats_one(node: ir.Node, source: ir.Value | None) -> bool:
+    """Whether a node repeats one number to sizes that it reads."""
+    if is_onnx(node, "Expand"):
+        return source is not None and source.is_initializer() and _size(source) == 1
+    return is_onnx(node, "ConstantOfShape")
+
+
+def _dequantizes_bias(node: ir.Node, source: ir.Value | None) -> bool:
+    """Whether a node dequantizes a list of numbers."""
+    is_list = source is not None and source.const_value is not None and len(source.const_value.shape) == 1
+    return is_list and operator_of(node).dequantizes
+
+
+def _size(weight: ir.Value) -> int | None:
+    return None if weight.const_value is None else weight.const_value.size
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:

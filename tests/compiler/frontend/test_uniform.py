@@ -15,33 +15,53 @@ from tests.helpers.graphs import read_graph
 from tests.helpers.operators import softmax
 
 WriteModel = Callable[[str], Path]
+Bias = Callable[[Block, float, ir.Value], ir.Value]
 
 
-def mixture(number: float, picked: bool) -> Block:
-    """A layer to 16 columns and back to 16, with one bias for both: one for each row, or one that is picked."""
-    b = Block()
-    x = softmax(b, b.data("x", (5, 16)))
+def for_each_row(b: Block, number: float, _: ir.Value) -> ir.Value:
     bias = np.zeros((5, 16), np.float32)
     bias[0, 0] = number
-    zeros = b.weight("zeros", ir.tensor(bias))
-    if picked:
-        rows = b.op("Unsqueeze", b.indices("rows", [2, 0, 1, 4, 2], [5]), b.ints(-1))
-        zeros = b.op("GatherND", zeros, rows)
+    return b.weight("zeros", ir.tensor(bias))
+
+
+def picked(b: Block, number: float, x: ir.Value) -> ir.Value:
+    rows = b.op("Unsqueeze", b.indices("rows", [2, 0, 1, 4, 2], [5]), b.ints(-1))
+    return b.op("GatherND", for_each_row(b, number, x), rows)
+
+
+def repeated(b: Block, number: float, x: ir.Value) -> ir.Value:
+    return b.op("Expand", b.constant(number, np.float32), b.op("Shape", x))
+
+
+def filled(b: Block, _: float, x: ir.Value) -> ir.Value:
+    return b.op("ConstantOfShape", b.op("Shape", x))
+
+
+def dequantized(b: Block, number: float, _: ir.Value) -> ir.Value:
+    bias = b.weight("zeros", ir.tensor(np.zeros(16, np.int32)))
+    return b.op("DequantizeLinear", bias, b.constant(number + 0.5, np.float32))
+
+
+def mixture(number: float, made: Bias) -> Block:
+    """A layer to 16 columns and back to 16, with one bias for both."""
+    b = Block()
+    x = softmax(b, b.data("x", (5, 16), ["n", 16]))
+    zeros = made(b, number, x)
     wide = b.op("Relu", b.op("Add", b.op("MatMul", x, b.w("A", 16, 16)), zeros))
     narrow = b.op("Add", b.op("MatMul", wide, b.w("B", 16, 16)), zeros)
-    b.give(softmax(b, b.op("Add", narrow, x)), shape=[5, 16])
+    b.give(softmax(b, b.op("Add", narrow, x)), shape=["n", 16])
     return b
 
 
-@pytest.mark.parametrize("picked", [False, True])
-def test_each_use_is_cut_by_itself(tmp_path: Path, picked: bool) -> None:
+@pytest.mark.parametrize("made", [for_each_row, picked, repeated, filled, dequantized])
+def test_each_use_is_cut_by_itself(tmp_path: Path, made: Bias) -> None:
     """So one sum suffices. Otherwise A's columns are those that Softmax needs whole, and have to be gathered."""
-    for plan in check_split(mixture(0, picked), tmp_path, ["A", "B"]):
+    for plan in check_split(mixture(0, made), tmp_path, ["A", "B"]):
         assert sharded(plan).sums.count == 1
 
 
 def test_one_that_is_not_uniform_is_one(tmp_path: Path) -> None:
-    for plan in check_split(mixture(1, True), tmp_path, []):
+    for plan in check_split(mixture(1, picked), tmp_path, []):
         assert sharded(plan).sums.count > 1
 
 

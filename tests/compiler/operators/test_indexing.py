@@ -125,6 +125,12 @@ def among_unlike(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Div", b.op("Div", v, as_float(b, counts[0])), as_float(b, counts[1]))
 
 
+def over_its_positives(b: Block, v: ir.Value) -> ir.Value:
+    """Divided by one more than the number of positive elements."""
+    positive = b.op("NonZero", b.op("Greater", v, b.constant(0.0, np.float32)))
+    return b.op("Div", v, as_float(b, b.op("Add", b.op("Size", positive), b.constant(1, np.int64))))
+
+
 def marked(b: Block, v: ir.Value) -> ir.Value:
     """With 2 added to the largest element of each row."""
     highest = b.op("ArgMax", v, axis=-1, keepdims=0)
@@ -139,6 +145,7 @@ def lower_by_heads(b: Block, v: ir.Value) -> ir.Value:
 
 
 GRAPHS: dict[str, Tiny] = {
+    "NonZero": sandwich(through("Identity"), needs=over_its_positives),
     "OneHot": sandwich(through("Identity"), needs=marked),
     "Unique": sandwich(through("Identity"), needs=among_unlike),
     "Gather": sandwich(picked_rows, needs=picked_columns, whole="C", split="D", sums=2, shares=SHARES),
