@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import made_by, readers_of, value_before
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision
+from splitc.compiler.fusion.operand import (
+    PASSED,
+    VIEWS,
+    Operand,
+    constant,
+    factor_of,
+    in_half_precision,
+    uniform_number,
+)
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,
@@ -25,7 +32,8 @@ from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_l
 DEEPEST = 16
 # Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
 HIDDEN = -1e4
-# A constant up to this, added to all scores, changes no weights and rounds no scores: TensorFlow's models add 1e-9.
+# A number up to this, added to all scores, changes no weights and rounds no scores. TensorFlow's models add 1e-9, and
+# torch.baddbmm is exported with zeros, filled to the shape of the scores.
 SHIFT = 1.0
 NO_SIZES = "the shapes of its queries, keys and values are not known"
 
@@ -355,7 +363,8 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         except NotFusedError as error:
             reasons.append(error)
         else:
-            if abs(constant(bias) or math.inf) <= SHIFT:
+            number = uniform_number(bias)
+            if number is not None and abs(number) <= SHIFT:
                 return above
             added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)
             return replace(above, biases=(*above.biases, added))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from splitc.compiler.operators.gpu_kernels import HALVES
 # Operators that change a value's shape and keep the order of its elements.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast", "Identity", "Dropout"})
+ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
+FLOATS = frozenset({*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
 @dataclass(frozen=True)
@@ -163,3 +166,20 @@ def constant(value: ir.Value | None) -> float | None:
     if value is None or value.const_value is None or value.const_value.size != 1 or source_of(value) is not None:
         return None
     return float(value.const_value.numpy().reshape(()))
+
+
+def uniform_number(value: ir.Value | None) -> float | None:
+    """The number that all elements of a value are, in every request; None if they differ, or if that is not known."""
+    number, node = constant(value), None if value is None else value.producer()
+    if number is not None or node is None or node.domain:
+        return number
+    if node.op_type == "ConstantOfShape":
+        filled = node.attributes.get("value")
+        return 0.0 if filled is None else float(filled.as_tensor().numpy().reshape(()))
+    if node.op_type in VIEWS | PASSED | {"Expand"}:
+        keeps = node.op_type != "Cast" or (value is not None and value.dtype in FLOATS)
+        return uniform_number(node.inputs[0]) if keeps else None
+    if node.op_type not in ARITHMETIC:
+        return None
+    one, other = map(uniform_number, node.inputs)
+    return None if one is None or other is None else ARITHMETIC[node.op_type](one, other)

@@ -17,6 +17,7 @@ from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
 from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
+from splitc.compiler.lowering.unaligned_bias import adds_unaligned_bias
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
@@ -62,6 +63,7 @@ def written_entry(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
     by_data = branches and decides_by_data(graph)
     return {
         "attends": any(operator_of(node).is_attention for node in graph.all_nodes()),
+        "unaligned_bias": on_gpu and adds_unaligned_bias(graph),
         "experts": on_gpu and any(node.op_type == EXPERTS for node in graph.all_nodes()),
         "control_flow": by_data,
         "branches_by_sizes": branches and not by_data,

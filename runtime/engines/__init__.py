@@ -93,6 +93,7 @@ class LoadOptions:
     - `communicator`: for an engine with collectives inside. All ranks of its group must load theirs at the same time.
     - `weights`: the weights that lie in files beside the engine.
     - `tuned`: whether it has kernels that may be chosen by shape.
+    - `unaligned_bias`: whether its attention adds a bias whose rows may have any length, on a GPU.
     - `replays`: whether runs may be recorded as CUDA graphs.
     - `fused`: its fused operators, on a GPU.
     - `branches_by_sizes`: whether it has an If that sizes alone decide.
@@ -104,6 +105,7 @@ class LoadOptions:
     communicator: Communicator | None = None
     weights: Sequence[Weight] | None = None
     tuned: bool = True
+    unaligned_bias: bool = False
     replays: bool = True
     fused: Sequence[Fused] = ()
     branches_by_sizes: bool = False

@@ -13,6 +13,7 @@ CUDNN, XQA = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_XQA"
 # and cuDNN's, which plans 25 to 40 ms for each attention and each new shape.
 _FOR_NEW_SHAPES = 1 | 2 | 4 | 16 | 32 | 64
 _FOR_KNOWN_SHAPES = _FOR_NEW_SHAPES | 8
+_MEMORY_EFFICIENT = 2
 
 _lock = threading.Lock()
 # The GPU of this process whose sessions use XQA; none before the first session.
@@ -20,8 +21,10 @@ _with_xqa: list[int] = []
 
 
 @contextlib.contextmanager
-def attention_for(known_shapes: bool, gpu: int) -> Iterator[Mapping[str, str]]:
+def attention_for(known_shapes: bool, gpu: int, unaligned_bias: bool = False) -> Iterator[Mapping[str, str]]:
     """The provider's attention options: cuDNN for captured shapes, kernels that need no planning for others.
+
+    With an `unaligned_bias`, without the memory-efficient kernel (lowering/unaligned_bias.py).
 
     Sessions that are made inside compute single tokens by XQA, which needs no planning either, on the first `gpu` that
     this process uses: on others its kernels fail. For an 8B decoder on an H200, replayed tokens take as long as with
@@ -37,6 +40,7 @@ def attention_for(known_shapes: bool, gpu: int) -> Iterator[Mapping[str, str]]:
         # take it for the user's choice.
         os.putenv(XQA, str(int(gpu in _with_xqa)))
         try:
-            yield {"sdpa_kernel": str(_FOR_KNOWN_SHAPES if known_shapes else _FOR_NEW_SHAPES)}
+            kernels = _FOR_KNOWN_SHAPES if known_shapes else _FOR_NEW_SHAPES
+            yield {"sdpa_kernel": str(kernels & ~_MEMORY_EFFICIENT if unaligned_bias else kernels)}
         finally:
             os.unsetenv(XQA)

@@ -203,7 +203,8 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared, communicator = self._place(path, options), options.communicator
-        opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {})
+        attention = partial(attention_for, gpu=self.index, unaligned_bias=options.unaligned_bias)
+        opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {}, attention)
         shares = options.tuned and shared is not None
         sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
         if communicator is not None and not communicator.capturable:
@@ -280,6 +281,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         path: Path,
         operators: Sequence[Registered | None],
         weights: Mapping[str, ort.OrtValue],
+        attention: Callable[[bool], contextlib.AbstractContextManager[Mapping[str, str]]],
         captured: bool,
         known_shapes: bool,
     ) -> ort.InferenceSession:
@@ -308,9 +310,9 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             # Weights that sessions share are not in the arena.
             shared = sum(value.tensor_size_in_bytes() for value in weights.values())
             provider["gpu_mem_limit"] = str(max(1, self._limit - shared))
-        with attention_for(known_shapes, self.index) as attention:
+        with attention(known_shapes) as kernels:
             try:
-                providers = [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"]
+                providers = [(PROVIDER, {**provider, **kernels}), "CPUExecutionProvider"]
                 return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS, on_gpu=True)
             except ERRORS as error:
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error

@@ -41,6 +41,7 @@ class EngineFile(Struct, frozen=True):
     - `sizes_only`: the inputs of which it reads the sizes, but not the data.
     - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
     - `attends`, `convolves`: whether it has attention operators, or convolutions.
+    - `unaligned_bias`: whether attention on a GPU adds a bias whose rows may have any length.
     - `experts`: whether it has the operator MoE, on a GPU.
     - `data_sizes`, `control_flow`: whether data decide sizes inside it, as NonZero's, or what it runs.
     - `branches_by_sizes`: whether it has an If that sizes alone decide: with known sizes it can be captured on a GPU.
@@ -59,6 +60,7 @@ class EngineFile(Struct, frozen=True):
     weights: list[Weight] | None = None
     attends: bool = True
     convolves: bool = True
+    unaligned_bias: bool = False
     experts: bool = False
     data_sizes: bool = False
     control_flow: bool = False

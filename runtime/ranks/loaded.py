@@ -115,6 +115,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 communicator=communicators.get(group),
                 weights=weights,
                 tuned=file.attends or file.convolves,
+                unaligned_bias=file.unaligned_bias,
                 replays=not why_unsafe_to_replay(rank, file),
                 fused=file.fused,
                 branches_by_sizes=file.branches_by_sizes,

@@ -27,8 +27,8 @@ class Form:
       that is `shared` by all queries.
     - `layout`: batch and `heads` are two axes; they are `merged`, heads before lengths; merged in `rows`, lengths
       first; or stay as projected, in an `einsum`.
-    - `softmax`: `one` operator; after a small number was added to all scores (`shifted`); after the highest score was
-      subtracted; or `written` out.
+    - `softmax`: `one` operator; after a small number was added to all scores (`shifted`), or an array that is
+      `filled` with zeros; after the highest score was subtracted; or `written` out.
     - `fused_product`: the scores come from ONNX Runtime's FusedMatMul, which scales and transposes.
     """
 
@@ -240,6 +240,11 @@ class _Writer:
         if form.softmax == "shifted":
             shift = self._weight(np.array(1e-3))
             scores = self._add("Add", *((shift, scores) if form.flipped else (scores, shift)))
+        elif form.softmax == "filled":
+            empty = self._add("ConstantOfShape", self._add("Shape", scores))
+            typed = self._add("Cast", empty, to=form.dtype) if form.dtype != TensorProto.FLOAT else empty
+            zeros = self._add("Mul", typed, self._weight(np.array(0.0)))
+            scores = self._add("Add", *((zeros, scores) if form.flipped else (scores, zeros)))
         elif form.softmax != "one":
             scores = self._add("Sub", scores, self._add("ReduceMax", scores, axes=[-1], keepdims=1))
         if form.softmax == "written":

@@ -63,6 +63,7 @@ FORMS += [
 ]
 FORMS += [Form(bias=bias, fused_product=True) for bias in ("none", "mask", "where")]
 FORMS += [Form("late", bias, softmax="shifted", flipped=bias == "mask") for bias in ("none", "mask")]
+FORMS += [Form("after", bias, softmax="filled", flipped=bias == "mask") for bias in ("none", "mask")]
 FORMS += [Form(scale, bias, flipped=bias == "mask") for scale in ("computed", "heads") for bias in ("none", "mask")]
 FORMS += [Form("computed", layout=layout) for layout in ("merged", "rows", "einsum")]
 FORMS += [Form(bias=bias, keys="shared") for bias in ("none", "mask", "learned")]

@@ -36,6 +36,14 @@ def test_what_has_to_plan_is_for_known_shapes(known_shapes: bool) -> None:
     assert chosen() is None
 
 
+@pytest.mark.parametrize("known_shapes", [False, True])
+def test_the_memory_efficient_kernel_takes_no_rows_of_any_length(known_shapes: bool) -> None:
+    with attention_for(known_shapes, 0, unaligned_bias=True) as options:
+        assert int(options["sdpa_kernel"]) & 2 == 0
+    with attention_for(known_shapes, 0) as options:
+        assert int(options["sdpa_kernel"]) & 2
+
+
 def test_kernels_that_work_on_one_gpu_of_a_process_are_on_its_first() -> None:
     made = []
     for gpu in (1, 0, 1):
