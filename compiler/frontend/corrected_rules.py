@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.operators.row_groups import find_row_groups
 
 Rule = Callable[[Any, ir.Node], None]
-# Sizes of inputs, also multiplied and added. Numbers that inference names itself (_d0) may be anything.
-NOT_NEGATIVE = re.compile(r"(?!.*\b_d\d)[\w\s*/+(),]+")
+# How many nodes above a list of sizes are followed. A choice: exporters write some ten.
+DEEPEST = 32
+# Operators that return sizes, that pick some of a list's entries, that join lists, and that compute numbers which are
+# not negative from such.
+SIZES = frozenset({"Shape", "Size"})
+PICKING = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
+JOINED = frozenset({"Concat"})
+GROWING = frozenset({"Add", "Ceil", "Div", "Floor", "Max", "Min", "Mul"})
 
 
 def _not_beyond(rule: Rule) -> Rule:
@@ -119,32 +126,73 @@ def _of_compared_sizes(rule: Rule) -> Rule:
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
         equal = made_by(node.inputs[0], "Equal")
-        reads = [*(equal.inputs if equal is not None else ()), *node.inputs[1:]]
+        reads = [*(equal.inputs if equal is not None else ()), *node.inputs[1:], node.outputs[0]]
         known: list[Any] = [None if value is None else context.get_symbolic_value(value) for value in reads]
         lists = [entries for entries in known if entries is not None]
-        if len(lists) < 4 or len(set(map(len, lists))) > 1:
+        if equal is None or len(lists) < len(reads) or len(set(map(len, lists))) > 1:
             return
+        positive = all(value is not None and _holds_sizes(value, DEEPEST) for value in equal.inputs)
         chosen = [
-            None if (same := _are_same(a, b)) is None else (x if same else y) for a, b, x, y in zip(*lists, strict=True)
+            made if (same := _are_same(one, other, positive)) is None else (then if same else otherwise)
+            for one, other, then, otherwise, made in zip(*lists, strict=True)
         ]
-        if None not in chosen:
-            context.set_symbolic_value(node.outputs[0], chosen)
+        context.set_symbolic_value(node.outputs[0], chosen)
 
     return infer
 
 
-def _are_same(one: int | ir.SymbolicDim, other: int | ir.SymbolicDim) -> bool | None:
-    """Whether two entries of lists of sizes are the same; None if that is not known."""
+def _are_same(one: int | ir.SymbolicDim, other: int | ir.SymbolicDim, positive: bool) -> bool | None:
+    """Whether two entries of lists are the same; None if that is not known. `positive`: symbols are of sizes."""
     if one == other or (isinstance(one, int) and isinstance(other, int)):
         return one == other
-    size, number = (other, one) if isinstance(one, int) else (one, other)
-    is_positive = isinstance(size, ir.SymbolicDim) and NOT_NEGATIVE.fullmatch(size.value or "")
-    return False if is_positive and isinstance(number, int) and number < 0 else None
+    number = one if isinstance(one, int) else other
+    return False if positive and isinstance(number, int) and number < 0 else None
+
+
+def _holds_sizes(value: ir.Value, deepest: int) -> bool:
+    """Whether a list has only sizes, what is computed from them without subtraction, and constants among them.
+
+    At most `deepest` nodes are followed.
+    """
+    if value.const_value is not None:
+        return True
+    node = value.producer()
+    if node is None or node.domain or not deepest:
+        return False
+    if node.op_type in SIZES:
+        return True
+    reads = [one for one in node.inputs[: None if node.op_type in JOINED else 1] if one is not None]
+    if node.op_type in GROWING:
+        constants = [one.const_value for one in node.inputs if one is not None and one.const_value is not None]
+        if any((tensor.numpy() < 0).any() for tensor in constants if tensor.size <= LONGEST):
+            return False
+        reads = [one for one in node.inputs if one is not None]
+    elif node.op_type not in PICKING | JOINED:
+        return False
+    return all(_holds_sizes(one, deepest - 1) for one in reads)
+
+
+def _of_picked_sizes(rule: Rule) -> Rule:
+    """The rule of OneHot, corrected: it picks one of two sizes for each constant place, as torch writes repeats."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        places, depth, values = node.inputs[:3]
+        picked = context.get_symbolic_value(values) if values is not None else None
+        if places is None or depth is None or places.const_value is None or depth.const_value is None or not picked:
+            return
+        indices, count = places.const_value.numpy().reshape(-1, 1), int(depth.const_value.numpy().item())
+        if len(picked) == 2 and indices.size * count <= LONGEST:
+            marked = (indices % count == np.arange(count)) & (indices >= -count) & (indices < count)
+            context.set_symbolic_value(node.outputs[0], [picked[int(mark)] for mark in marked.flat])
+
+    return infer
 
 
 CORRECTED = {
     ("", "ConstantOfShape"): _of_named_sizes,
     ("", "Reshape"): _in_numbers,
+    ("", "OneHot"): _of_picked_sizes,
     ("", "Where"): _of_compared_sizes,
     ("", "Slice"): _not_beyond,
     ("", "If"): _of_both_branches,

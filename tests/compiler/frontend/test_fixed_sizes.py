@@ -11,11 +11,13 @@ import pytest
 
 from splitc.compiler import compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend.shapes import infer_shapes, names_in
 from splitc.compiler.fusion.fuse import Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from tests.conftest import LAYER, assert_close, run_whole
+from tests.helpers.graphs import read_graph
 from tests.helpers.written_attention import operators
 
 # As torch's newer exporter writes attention without its optimizer: queries and keys are multiplied by the root of 1 /
@@ -66,7 +68,8 @@ def test_a_scale_from_a_fixed_size_is_the_operators_own(tmp_path: Path, place: i
 HALVED = """<ir_version: 8, opset_import: ["" : 17]>
     halved (float[b, l, 8] x) => (float[b, l, 4] y)
     <int64[1] axis = {{2}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] two = {{2}},
-     int64[1] none = {{-1}}, float number = {{1.5}}> {{
+     int64[1] none = {{-1}}, int64[1] eight = {{8}}, int64[3] ones3 = {{1, 1, 1}},
+     int64 three = {{3}}, float number = {{1.5}}> {{
         {view}
         sizes = Shape (data)  size = Gather (sizes, axis)  more = Add (size, one)  half = Div (more, two)
         end = Mul (half, two)  left = Slice (data, zero, half, axis)  right = Slice (data, half, end, axis)
@@ -80,6 +83,14 @@ VIEWS = {
     "expanded": """given = Shape (x)  count = Shape (given)  ones = ConstantOfShape <value = int64[1] {1}> (count)
         negative = Mul (ones, none)  unknown = Equal (given, negative)  shape = Where (unknown, ones, given)
         data = Expand (number, shape)""",
+    # The same, of sizes that are computed.
+    "expanded to computed sizes": """given = Shape (x)  batch = Gather (given, zero)  length = Gather (given, one)
+        longer = Add (length, two)  double = Mul (longer, two)  most = Max (double, batch)
+        list = Concat <axis = 0> (most, none, eight)  positive = Mul (ones3, none)  unknown = Equal (list, positive)
+        shape = Where (unknown, ones3, list)  data = Expand (number, shape)""",
+    # As that exporter writes x.repeat_interleave(l, 1).
+    "repeated": """given = Shape (x)  length = Gather (given, one)  choice = Concat <axis = 0> (one, length)
+        picked = OneHot <axis = 1> (one, three, choice)  times = Reshape (picked, none)  data = Tile (x, times)""",
     "filled": "given = Shape (x)  zeros = ConstantOfShape (given)  data = Add (x, zeros)",
 }
 
@@ -94,6 +105,21 @@ def test_arithmetic_on_fixed_sizes_is_folded(tmp_path: Path, view: str) -> None:
         for sizes in ((1, 1, 8), (2, 3, 8)):
             request = {"x": np.random.default_rng(1).standard_normal(sizes).astype(np.float32)}
             assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))
+
+
+@pytest.mark.parametrize("given", ["Sub (sizes, less)", "Add (sizes, negative)", "Mul (sizes, negative)"])
+def test_a_difference_of_sizes_may_be_negative(tmp_path: Path, given: str) -> None:
+    text = f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, m] x) => (float[k, l] y)
+        <int64[2] ones = {{1, 1}}, int64[2] negative = {{-1, -1}}, int64[2] less = {{2, 0}}, float number = {{2}}> {{
+            sizes = Shape (x)  given = {given}  unknown = Equal (given, negative)
+            shape = Where (unknown, ones, given)  y = Expand (number, shape) }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model, folds=True)
+    (made,) = graph.graph.outputs
+    assert made.shape is not None
+    assert not {"n", "m"} & {name for size in made.shape for name in names_in(size)}
 
 
 def test_a_size_that_may_be_minus_one_is_not_taken_for_a_length(tmp_path: Path) -> None:
