@@ -170,6 +170,16 @@ def test_biases_beside_quantized_weights_stay_as_they_are(tmp_path: Path) -> Non
     assert ir.DataType.INT32 not in types(onnxruntime_gpu.NOT_ON_GPUS)
 
 
+def test_slices_of_all_of_an_axis_stay_as_they_are(tmp_path: Path) -> None:
+    """A Split into unequal parts takes three times as long on a GPU."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> rolled (float[n, 8, 4] x) => (float[n, 8, 4] y)
+        <int64[1] zero = {0}, int64[1] cut = {3}, int64[1] end = {8}, int64[1] axis = {1}> {
+            first = Slice (x, zero, cut, axis)  rest = Slice (x, cut, end, axis)  y = Concat <axis = 1> (rest, first) }"""
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    assert "Split" in optimized(tmp_path, ())
+    assert optimized(tmp_path, onnxruntime_gpu.NOT_ON_GPUS) == {"Slice", "Concat"}
+
+
 def test_rows_that_are_counted_and_picked_stay_as_they_are(tmp_path: Path) -> None:
     """ONNX Runtime would make a Slice of them, whose Unsqueeze nodes prevent capture on a GPU."""
 
