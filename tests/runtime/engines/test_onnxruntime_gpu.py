@@ -174,7 +174,8 @@ def test_slices_of_all_of_an_axis_stay_as_they_are(tmp_path: Path) -> None:
     """A Split into unequal parts takes three times as long on a GPU."""
     text = """<ir_version: 8, opset_import: ["" : 17]> rolled (float[n, 8, 4] x) => (float[n, 8, 4] y)
         <int64[1] zero = {0}, int64[1] cut = {3}, int64[1] end = {8}, int64[1] axis = {1}> {
-            first = Slice (x, zero, cut, axis)  rest = Slice (x, cut, end, axis)  y = Concat <axis = 1> (rest, first) }"""
+            first = Slice (x, zero, cut, axis)  rest = Slice (x, cut, end, axis)
+            y = Concat <axis = 1> (rest, first) }"""
     ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
     assert "Split" in optimized(tmp_path, ())
     assert optimized(tmp_path, onnxruntime_gpu.NOT_ON_GPUS) == {"Slice", "Concat"}
