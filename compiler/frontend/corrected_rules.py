@@ -161,13 +161,13 @@ def _holds_sizes(value: ir.Value, deepest: int) -> bool:
         return False
     if node.op_type in SIZES:
         return True
-    reads = [one for one in node.inputs[: None if node.op_type in JOINED else 1] if one is not None]
-    if node.op_type in GROWING:
-        constants = [one.const_value for one in node.inputs if one is not None and one.const_value is not None]
-        if any((tensor.numpy() < 0).any() for tensor in constants if tensor.size <= LONGEST):
+    reads = [one for one in node.inputs if one is not None]
+    if node.op_type in PICKING:
+        reads = reads[:1]
+    elif node.op_type in GROWING:
+        if any(one.const_value is not None and (one.const_value.numpy() < 0).any() for one in reads):
             return False
-        reads = [one for one in node.inputs if one is not None]
-    elif node.op_type not in PICKING | JOINED:
+    elif node.op_type not in JOINED:
         return False
     return all(_holds_sizes(one, deepest - 1) for one in reads)
 

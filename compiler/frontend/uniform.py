@@ -70,7 +70,8 @@ def _is_uniform_weight(value: ir.Value) -> bool:
 def _repeats_one(node: ir.Node, source: ir.Value | None) -> bool:
     """Whether a node repeats one number to sizes that it reads."""
     if is_onnx(node, "Expand"):
-        return source is not None and source.is_initializer() and _size(source) == 1
+        weight = None if source is None or not source.is_initializer() else source.const_value
+        return weight is not None and weight.size == 1
     return is_onnx(node, "ConstantOfShape")
 
 
@@ -78,10 +79,6 @@ def _dequantizes_bias(node: ir.Node, source: ir.Value | None) -> bool:
     """Whether a node dequantizes a list of numbers."""
     is_list = source is not None and source.const_value is not None and len(source.const_value.shape) == 1
     return is_list and operator_of(node).dequantizes
-
-
-def _size(weight: ir.Value) -> int | None:
-    return None if weight.const_value is None else weight.const_value.size
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:

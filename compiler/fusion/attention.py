@@ -7,15 +7,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import made_by, readers_of, value_before
-from splitc.compiler.fusion.operand import (
-    PASSED,
-    VIEWS,
-    Operand,
-    constant,
-    factor_of,
-    in_half_precision,
-    uniform_number,
-)
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,
@@ -363,7 +355,7 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         except NotFusedError as error:
             reasons.append(error)
         else:
-            number = uniform_number(bias)
+            number = same_number(bias)
             if number is not None and abs(number) <= SHIFT:
                 return above
             added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)

@@ -168,7 +168,7 @@ def constant(value: ir.Value | None) -> float | None:
     return float(value.const_value.numpy().reshape(()))
 
 
-def uniform_number(value: ir.Value | None) -> float | None:
+def same_number(value: ir.Value | None) -> float | None:
     """The number that all elements of a value are, in every request; None if they differ, or if that is not known."""
     number, node = constant(value), None if value is None else value.producer()
     if number is not None or node is None or node.domain:
@@ -178,8 +178,8 @@ def uniform_number(value: ir.Value | None) -> float | None:
         return 0.0 if filled is None else float(filled.as_tensor().numpy().reshape(()))
     if node.op_type in VIEWS | PASSED | {"Expand"}:
         keeps = node.op_type != "Cast" or (value is not None and value.dtype in FLOATS)
-        return uniform_number(node.inputs[0]) if keeps else None
+        return same_number(node.inputs[0]) if keeps else None
     if node.op_type not in ARITHMETIC:
         return None
-    one, other = map(uniform_number, node.inputs)
+    one, other = map(same_number, node.inputs)
     return None if one is None or other is None else ARITHMETIC[node.op_type](one, other)
