@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.operators.indexing import marked_places
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.row_groups import find_row_groups
 
 Rule = Callable[[Any, ir.Node], None]
 # How many nodes above a list of sizes are followed. A choice: exporters write some ten.
 DEEPEST = 32
-# Operators that return sizes, that pick some of a list's entries, that join lists, and that compute numbers which are
-# not negative from such.
-SIZES = frozenset({"Shape", "Size"})
-PICKING = frozenset({"Cast", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze"})
-JOINED = frozenset({"Concat"})
+# Operators that compute numbers which are not negative from such.
 GROWING = frozenset({"Add", "Ceil", "Div", "Floor", "Max", "Min", "Mul"})
 
 
@@ -159,16 +156,17 @@ def _holds_sizes(value: ir.Value, deepest: int) -> bool:
     node = value.producer()
     if node is None or node.domain or not deepest:
         return False
-    if node.op_type in SIZES:
+    operator = operator_of(node)
+    if operator.reads_shape:
         return True
     reads = [one for one in node.inputs if one is not None]
-    if node.op_type in PICKING:
-        reads = reads[:1]
-    elif node.op_type in GROWING:
+    if node.op_type in GROWING:
         if any(one.const_value is not None and (one.const_value.numpy() < 0).any() for one in reads):
             return False
-    elif node.op_type not in JOINED:
+    elif not operator.passes_sizes:
         return False
+    elif node.op_type != "Concat":
+        reads = reads[:1]
     return all(_holds_sizes(one, deepest - 1) for one in reads)
 
 
@@ -181,9 +179,9 @@ def _of_picked_sizes(rule: Rule) -> Rule:
         picked = context.get_symbolic_value(values) if values is not None else None
         if places is None or depth is None or places.const_value is None or depth.const_value is None or not picked:
             return
-        indices, count = places.const_value.numpy().reshape(-1, 1), int(depth.const_value.numpy().item())
+        indices, count = places.const_value.numpy(), int(depth.const_value.numpy().item())
         if len(picked) == 2 and indices.size * count <= LONGEST:
-            marked = (indices % count == np.arange(count)) & (indices >= -count) & (indices < count)
+            marked = marked_places(indices, count)
             context.set_symbolic_value(node.outputs[0], [picked[int(mark)] for mark in marked.flat])
 
     return infer

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import shapes_by_onnx
-from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by
 
 # The first opset with the operator Range.
 RANGE = 11
@@ -34,5 +34,4 @@ def count_by_range(model: ir.Model) -> None:
 def _filled(node: ir.Node) -> ir.Value | None:
     """The sizes that a NonZero's input is filled to, with a number other than 0; None for other inputs."""
     maker = made_by(node.inputs[0], "ConstantOfShape")
-    number = None if maker is None else maker.attributes.get("value")
-    return maker.inputs[0] if maker is not None and number is not None and number.as_tensor().numpy().any() else None
+    return maker.inputs[0] if maker is not None and filled_with(maker).any() else None

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import source_of
+from splitc.runtime.arrays.array import Array
 
 
 def is_onnx(node: ir.Node | None, *operators: str) -> TypeGuard[ir.Node]:
@@ -57,6 +58,12 @@ def combined(value: ir.Value, operator: str) -> tuple[ir.Value, ir.Value] | None
     node = only_user(value, operator)
     other = None if node is None else other_input(node, value)
     return None if node is None or other is None else (other, node.outputs[0])
+
+
+def filled_with(node: ir.Node) -> Array:
+    """The number that a ConstantOfShape repeats, as an array without axes. By default it is 0 in float32."""
+    number = node.attributes.get("value")
+    return np.zeros((), np.float32) if number is None else number.as_tensor().numpy().reshape(())
 
 
 def is_own(value: ir.Value, rank: int) -> bool:

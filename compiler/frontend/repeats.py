@@ -13,7 +13,14 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import shapes_by_onnx
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by, source_through, value_before
+from splitc.compiler.frontend.matching import (
+    constant_numbers,
+    filled_with,
+    is_onnx,
+    made_by,
+    source_through,
+    value_before,
+)
 
 # The shapes of values that inference finds, by name.
 Shapes = Mapping[str | None, ir.Shape]
@@ -97,8 +104,7 @@ def _element(value: ir.Value, at: ir.Node, shapes: Shapes, editor: Editor) -> ir
     if maker is None or _is_single(value, shapes):
         return value
     if maker.op_type == "ConstantOfShape":
-        filled = maker.attributes.get("value")
-        return editor.constant(np.zeros((), np.float32) if filled is None else filled.as_tensor().numpy().reshape(()))
+        return editor.constant(filled_with(maker))
     read = [_element(one, at, shapes, editor) for one in maker.inputs if one is not None]
     made = ir.node(maker.op_type, read, attributes=maker.attributes)
     editor.graph.insert_before(at, made)

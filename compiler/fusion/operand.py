@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, value_before
+from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by, only_user, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
-from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 
 # Operators that change a value's shape and keep the order of its elements.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast", "Identity", "Dropout"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
-FLOATS = frozenset({*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 
 
 @dataclass(frozen=True)
@@ -174,10 +173,9 @@ def same_number(value: ir.Value | None) -> float | None:
     if number is not None or node is None or node.domain:
         return number
     if node.op_type == "ConstantOfShape":
-        filled = node.attributes.get("value")
-        return 0.0 if filled is None else float(filled.as_tensor().numpy().reshape(()))
+        return float(filled_with(node))
     if node.op_type in VIEWS | PASSED | {"Expand"}:
-        keeps = node.op_type != "Cast" or (value is not None and value.dtype in FLOATS)
+        keeps = node.op_type != "Cast" or (value is not None and value.dtype in FLOATS | HALVES)
         return same_number(node.inputs[0]) if keeps else None
     if node.op_type not in ARITHMETIC:
         return None

@@ -27,6 +27,7 @@ from splitc.compiler.lowering.fused_experts import fuse_experts
 from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.lowering.widened import widen
 from splitc.compiler.operators.gpu_kernels import host_inputs
+from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
@@ -181,9 +182,7 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
         return
     count = int(most.item())
     if wanted.size * count <= SMALL:
-        wanted = wanted[..., None]
-        picked = (wanted >= -count) & (wanted < count) & (wanted % count == np.arange(count))
-        picked = np.moveaxis(picked, -1, node.attributes.get_int("axis", -1))
+        picked = np.moveaxis(marked_places(wanted, count), -1, node.attributes.get_int("axis", -1))
         editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
+from splitc.runtime.arrays.array import Array
 
 # Reasons for whole axes.
 SELECTS, WRITES = "it selects elements by index", "it writes elements by index"
@@ -130,6 +132,12 @@ def tensor_scatter(op: Operation) -> None:
     op.whole([output[axis], updates[axis]], WRITES)
     if op.has(2):
         op.relate(op.input(2)[0], output[0])
+
+
+def marked_places(places: Array, count: int) -> Array:
+    """The booleans that OneHot returns for constant places, along a new last axis of `count`."""
+    marked: Array = places[..., None] % count == np.arange(count)
+    return marked & ((places >= -count) & (places < count))[..., None]
 
 
 def one_hot(op: Operation) -> None:
