@@ -13,10 +13,12 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
 from splitc.compiler.frontend.constants import fold_constants
 from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
+from splitc.compiler.frontend.folding import take_branches
 from splitc.compiler.frontend.graph import Graph, complete, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.merged_weights import Merged, merge
+from splitc.compiler.frontend.normal_form import name_apart
 from splitc.compiler.frontend.numbered_sizes import name_numbered_sizes
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.passed_types import check_ends
@@ -120,11 +122,9 @@ def analyze(
         done(1)
         read_symbols(graph.model)
         name_numbered_sizes(graph, {**asked.smallest, **asked.typical, **asked.shapes, **asked.largest})
-        with defaults_hidden(graph.graph):
-            infer_shapes(graph.model, folds=True)
-            if fold_constants(graph.graph):
-                graph = replace(graph, reads=complete(graph.model))
-        check_accepted(graph, proto)
+        graph = _folded(graph)
+        check_accepted(graph, proto)  # ONNX Runtime checks all branches
+        graph = _decided(graph)
         check_ends(graph)
         settle_state_sizes(graph)
         done(1)
@@ -132,6 +132,25 @@ def analyze(
     done(1)
     costs = replace(analysis.costs, maps_weights=maps_weights)
     return replace(analysis, costs=costs, merged=merged, slots=slots, slot_rank=slot_rank, slotless=grafted.without)
+
+
+def _folded(graph: Graph) -> Graph:
+    """Infer shapes, and fold what follows from fixed sizes, in place."""
+    with defaults_hidden(graph.graph):
+        infer_shapes(graph.model, folds=True)
+        return replace(graph, reads=complete(graph.model)) if fold_constants(graph.graph) else graph
+
+
+def _decided(graph: Graph) -> Graph:
+    """Take the branches whose conditions are constants, in place."""
+    is_changed = False
+    with defaults_hidden(graph.graph):
+        while take_branches(graph.graph):
+            is_changed = True
+            name_apart(graph.model)  # two branches may have used one name
+            infer_shapes(graph.model, folds=True)
+            fold_constants(graph.graph)
+    return replace(graph, reads=complete(graph.model)) if is_changed else graph
 
 
 def _analyze(

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from splitc.compiler import compile_model, plan_model
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.shapes import infer_shapes, names_in
 from splitc.compiler.fusion.fuse import Fused, fuse
@@ -133,3 +133,42 @@ def test_a_size_that_may_be_minus_one_is_not_taken_for_a_length(tmp_path: Path) 
         for given in ([-1, 3], [2, -1], [2, 2]):
             request = {"x": np.ones((2, 1), np.float32), "given": np.array(given)}
             assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))
+
+
+# As torch's older exporter writes squeeze(1) of an axis whose size it does not know: it asks for the size first. All
+# branches use one name; {size} is the size of the input's second axis.
+CHOSEN = """<ir_version: 8, opset_import: ["" : 17]>
+    chosen (float[n, {size}, 8] x) => (float[n, 6] y)
+    <int64 place = {{1}}, int64 one = {{1}}, int64[1] axes = {{1}}, int64[2] flat = {{0, -1}}> {{
+        product = MatMul (x, w1)  sizes = Shape (product)  size = Gather (sizes, place)  single = Equal (size, one)
+        row = If (single) <
+            then_branch = yes () => (float[a, b] z) {{ inner = Neg (product)  z = Squeeze (inner, axes) }},
+            else_branch = no () => (float[a, b] z) {{ inner = Abs (product)  z = Reshape (inner, flat) }}
+        >
+        again = If (single) <
+            then_branch = yes () => (float[a, b] z) {{ inner = Exp (row)  z = Identity (inner) }},
+            else_branch = no () => (float[a, b] z) {{ inner = Sin (row)  z = Identity (inner) }}
+        >
+        y = MatMul (again, w2) }}"""
+
+
+@pytest.mark.parametrize(
+    ("size", "left", "mode"),
+    [("1", 0, "layer"), ("1", 0, "tensor"), ("m", 2, "layer")],
+    ids=["layer", "tensor", "open"],
+)
+def test_a_branch_that_a_fixed_size_chooses_is_taken(size: str, left: int, mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    model = onnx.parser.parse_model(CHOSEN.format(size=size))
+    random = np.random.default_rng(0)
+    for name, shape in {"w1": (8, 8), "w2": (8, 6)}.items():
+        array = random.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    onnx.save(model, path)
+    plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, spread=True, shapes={"x": (2, 1, 8)}))
+    assert sum(node.op_type == "If" for node in plan.analysis.graph.nodes) == left
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for rows in (2, 5):
+            request = {"x": random.standard_normal((rows, 1, 8)).astype(np.float32)}
+            assert_close(session.run(request), run_whole(path, request))
