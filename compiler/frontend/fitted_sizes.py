@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, islice
 
 import numpy as np
@@ -178,7 +179,7 @@ class _Search:
                     changes = {**part, **more}
                     sizes = frozenset(self.inputs.changed(changes).sizes.items())
                     if sizes not in known:  # several ways lead to the same sizes
-                        known[sizes] = self._why_not(refused, changes)
+                        known[sizes] = self._why_not(refused, changes, reasons)
                     why = known[sizes]
                     if why is None:
                         return True
@@ -187,12 +188,18 @@ class _Search:
                         queue.append((changes, why))
         return False
 
-    def _why_not(self, refused: _Refused, changes: Changes) -> str | None:
-        """Why the node is refused after a change; "" if another node is. If none is, keep the change; returns None."""
+    def _why_not(self, refused: _Refused, changes: Changes, reasons: Collection[str]) -> str | None:
+        """Why the node is refused after a change; "" if another node is. If none is, keep the change; returns None.
+
+        If it is refused for one of the known `reasons`, the nodes before it are not tried.
+        """
         changed = self.inputs.changed(changes)
         for model in (refused.above, *self._changed):
             with bound_model(model, changed.shapes(model), defaults=True) as (copy, bound):
-                again = first_refused(copy, bound, self._accepted, leave_large=False) or self._odd(copy, bound)
+                tried = partial(first_refused, copy, bound, self._accepted, leave_large=False)
+                again = tried(names=refused.names) if model is refused.above else None
+                if again is None or _kind(again[1]) not in reasons:
+                    again = tried() or self._odd(copy, bound)
             if again is not None:
                 return again[1] if refused.names & {value.name for value in again[0].outputs} else ""
         self.inputs = changed

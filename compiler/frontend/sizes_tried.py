@@ -103,15 +103,21 @@ def _has_arrays(dtype: ir.DataType) -> bool:
 
 
 def first_refused(
-    model: ir.Model, bound: BoundShapes, accepted: set[Hashable], leave_large: bool = True
+    model: ir.Model,
+    bound: BoundShapes,
+    accepted: set[Hashable],
+    leave_large: bool = True,
+    names: frozenset[str | None] | None = None,
 ) -> tuple[ir.Node, str] | None:
     """The first node that ONNX Runtime does not run alone on inputs of the bound shapes, and why. None if it runs all.
 
-    `model` has the results of shape arithmetic. Forms in `accepted` are not tried again; new ones are added. Shape
-    arithmetic, control flow, and nodes whose sizes depend on contents are skipped. So are nodes with large inputs if
-    `leave_large`; otherwise they count as refused.
+    `model` has the results of shape arithmetic. With `names`, only the nodes with these outputs are tried. Forms in
+    `accepted` are not tried again; new ones are added. Shape arithmetic, control flow, and nodes whose sizes depend on
+    contents are skipped. So are nodes with large inputs if `leave_large`; otherwise they count as refused.
     """
     for node in model.graph:
+        if names is not None and names.isdisjoint(value.name for value in node.outputs):
+            continue
         inputs = [value for value in node.inputs if value is not None]
         if not _can_be_tried(node, inputs, bound):
             continue
