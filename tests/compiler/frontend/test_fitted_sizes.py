@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,9 @@ def test_no_sizes_are_tried_twice_for_a_node(tmp_path: Path, monkeypatch: pytest
     tried: list[tuple[str, Mapping[str, int]]] = []
     why_not = fitted_sizes._Search._why_not
 
-    def note(search: Any, refused: Any, changes: Mapping[str, int]) -> str | None:
+    def note(search: Any, refused: Any, changes: Mapping[str, int], reasons: Collection[str]) -> str | None:
         tried.append((refused.reason, search.inputs.changed(changes).sizes))
-        return why_not(search, refused, changes)
+        return why_not(search, refused, changes, reasons)
 
     monkeypatch.setattr(fitted_sizes._Search, "_why_not", note)
     fit(image_block(), tmp_path)
