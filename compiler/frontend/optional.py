@@ -43,7 +43,8 @@ class OptionalOrigin:
 def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
     """Remove initializers from the graph's inputs, in place, and mark and return those that are optional.
 
-    Before FIRST_IR_VERSION none is optional.
+    Before FIRST_IR_VERSION none is optional. The model gets that version, since ONNX Runtime lets branches read no
+    other initializers than inputs before it.
     """
     given = [value for value in model.graph.inputs if value.is_initializer()]
     optional = given if model.ir_version >= FIRST_IR_VERSION else []
@@ -51,6 +52,7 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
         value.meta[_MARK] = OptionalOrigin(value.name or "", value.shape)
     if given or has_subgraphs(model.graph):  # the pass walks the whole model
         passes.RemoveInitializersFromInputsPass()(model)
+    model.ir_version = max(model.ir_version, FIRST_IR_VERSION)
     return tuple(optional)
 
 

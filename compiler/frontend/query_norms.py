@@ -26,11 +26,11 @@ _TAKEN_OUT = "splitc.query_norms"
 def take_out_norms(model: ir.Model) -> None:
     """Normalize queries and keys before the operator, in place."""
     editor = Editor(model.graph)
-    for node in list(model.graph):
+    for node in [node for node in model.graph if operator_name(node) == OPERATOR]:
         weights = [node.inputs[place] if place < len(node.inputs) else None for place in WEIGHTS]
         heads = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
         sizes = [value.shape[0] for value in weights if value is not None and value.shape is not None]
-        if operator_name(node) != OPERATOR or len(sizes) < len(weights) or not all(heads):
+        if len(sizes) < len(weights) or not all(heads):
             continue
         if not isinstance(sizes[0], int):
             continue

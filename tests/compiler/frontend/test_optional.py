@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -160,3 +161,18 @@ def test_before_version_4_initializers_are_constants(tmp_path: Path) -> None:
     ir.save(old, tmp_path / "old.onnx")
     compile_model(plan_model(tmp_path / "old.onnx", ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
     assert read_manifest(tmp_path / "package").optional == []
+
+
+def test_before_version_4_branches_may_read_weights(tmp_path: Path) -> None:
+    """A branch's constant, which becomes one of the model's."""
+    text = """<ir_version: 3, opset_import: ["" : 17]>
+        model (float[n] x, bool flag) => (float[n] y) {
+            y = If (flag) <
+                then_branch = one () => (float[n] a) { two = Constant <value = float {2.0}> ()  a = Mul (x, two) },
+                else_branch = other () => (float[n] b) { b = Neg (x) }
+            > }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer")), tmp_path / "package")
+    fed = {"x": np.array([1, 2], np.float32), "flag": np.array(True)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(fed), run_whole(tmp_path / "model.onnx", fed))

@@ -61,3 +61,18 @@ def test_they_are_nodes_of_their_own(tmp_path: Path, form: str, mode: str) -> No
     fed |= {"last": np.array([4], np.int32), "total": np.array(5, np.int32)}
     with Session(tmp_path / "package") as session:
         assert_close(session.run(fed), run_whole(tmp_path / "written.onnx", fed))
+
+
+def test_other_operators_may_have_as_many_inputs(tmp_path: Path) -> None:
+    """Five quantized columns: the last inputs are a scale and a zero point, which have no axes."""
+    columns = ", ".join(f"q{number}, scale, zero" for number in range(5))
+    text = f"""<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        joined (float[n, 5] x) => (float[n, 5] y) <float scale = {{0.1}}, int8 zero = {{0}}> {{
+            q = QuantizeLinear (x, scale, zero)  q0, q1, q2, q3, q4 = Split <axis = 1> (q)
+            made = com.microsoft.QLinearConcat <axis = 1> (scale, zero, {columns})
+            y = DequantizeLinear (made, scale, zero) }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
+    fed = {"x": np.random.default_rng(0).random((3, 5), np.float32)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(fed), run_whole(tmp_path / "model.onnx", fed))
