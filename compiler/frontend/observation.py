@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,9 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 # The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
 # data. With 16 the plans of 43 models are the same, and without a limit all but one.
 MOST_SIZES = 64
+# The most elements of a node's generated inputs: 256 MiB of float32, as an image of 1,024 pixels a side in 64 channels
+# has. A choice: a result may be some times as large, and a container small.
+MOST_ELEMENTS = 1 << 26
 Size = int | ir.SymbolicDim
 # The origin of an output's size: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]
@@ -205,7 +209,12 @@ def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shap
 
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
-    """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
+    """The outputs' shapes and types for inputs of these shapes.
+
+    None if they differ for zeros and ones, or if the node fails or has larger inputs than MOST_ELEMENTS.
+    """
+    if sum(map(math.prod, shapes)) > MOST_ELEMENTS:
+        return None
     graph = node_alone(node, _is_kept, shapes)
     try:
         session = open_alone(graph)

@@ -72,6 +72,15 @@ def test_what_depends_on_data_or_does_not_run_stays_unknown() -> None:
     assert observed(node("Inverse", (["n", 4, 5], FLOAT))) is None
 
 
+def test_large_inputs_are_not_made() -> None:
+    """Images of 1031 pixels, by which sizes are told apart, in a batch of as many would take 12 GiB."""
+    def images(count: int) -> ir.Node:
+        return node("Concat", ([count, 3, 1033, 1039], FLOAT), ([1, 3, 1033, 1039], FLOAT), domain="", axis=0)
+
+    assert observed(images(2)) == [((3, 3, 1033, 1039), FLOAT)]
+    assert observed(images(1031)) is None
+
+
 def test_plan_says_what_was_observed_and_knows_the_sizes(write_model: Callable[[str], Path]) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
