@@ -38,7 +38,8 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
     islands = (
         _island(graph, operation, chosen, least, size)
         for node, operation in axis_map.operations.items()
-        if node not in graph.constant and not operation.is_lookup
+        # A norm would need two collectives for a vector of weights.
+        if node not in graph.constant and not operation.is_lookup and not operation.reduced
     )
     return frozenset(island for island in islands if island is not None)
 

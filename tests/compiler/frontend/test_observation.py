@@ -74,6 +74,7 @@ def test_what_depends_on_data_or_does_not_run_stays_unknown() -> None:
 
 def test_large_inputs_are_not_made() -> None:
     """Images of 1031 pixels, by which sizes are told apart, in a batch of as many would take 12 GiB."""
+
     def images(count: int) -> ir.Node:
         return node("Concat", ([count, 3, 1033, 1039], FLOAT), ([1, 3, 1033, 1039], FLOAT), domain="", axis=0)
 

@@ -80,6 +80,21 @@ def quantized(opset: int = 17) -> Block:
     return b
 
 
+def normed() -> Block:
+    """As `quantized`, behind a norm of joined columns, whose vectors are a large part of this model's weights."""
+    b = Block()
+    scale, zero = b.constant(0.05, np.float32), b.constant(128, np.uint8)
+    x = b.data("x", (ROWS, HIDDEN), ["n", HIDDEN])
+    wide = b.op("Concat", x, x, axis=-1)
+    norm = b.op("LayerNormalization", wide, b.w("scale", 2 * HIDDEN), b.w("shift", 2 * HIDDEN))
+    weight = b.weight("A", ir.tensor(np.random.default_rng(0).integers(90, 160, (2 * HIDDEN, WIDE), np.uint8)))
+    product = b.op(
+        "QLinearMatMul", b.op("QuantizeLinear", norm, scale, zero), scale, zero, weight, scale, zero, scale, zero
+    )
+    b.give(softmax(b, b.op("DequantizeLinear", product, scale, zero)), shape=["n", WIDE])
+    return b
+
+
 @pytest.mark.parametrize(
     "block",
     [
@@ -90,6 +105,7 @@ def quantized(opset: int = 17) -> Block:
         convolution,
         quantized,
         lambda: quantized(opset=12),
+        normed,
     ],
 )
 def test_shards_of_an_island_are_joined(block: Callable[[], Block], tmp_path: Path, all_islands: None) -> None:
