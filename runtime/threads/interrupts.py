@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, deferred while they could leave work half done, or get lost."""
+"""Signals that raise, such as Ctrl-C, deferred while they could leave work half done, or get lost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
-    """Defer signals that raise (SIGINT, and SIGTERM where it has a handler) to the end of the block.
+    """Defer signals whose handlers may raise (SIGINT's does) to the end of the block.
 
     The function that it yields says whether a signal has come since the block began. Python runs handlers on the main
     thread, so on other threads this does nothing. Nor does it inside another such block: signals come at the outer end.
     """
     if threading.current_thread() is not threading.main_thread():
         return _NEVER
-    outer, other = map(_signal.getsignal, SIGNALS)
-    if isinstance(outer, _Gate) and not outer.is_open and (other is outer or not callable(other)):
+    handlers = [handler for handler in map(_signal.getsignal, SIGNALS) if callable(handler)]
+    outer = handlers[0] if handlers else None
+    if isinstance(outer, _Gate) and not outer.is_open and all(handler is outer for handler in handlers):
         return nullcontext(partial(outer.has_more, outer.count()))
     return _Gate()
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Those that programs handle: SIGALRM for time limits, SIGUSR1 for a job that is to end soon.
+NAMES = ("INT", "TERM", "ALRM", "HUP", "QUIT", "ABRT", "USR1", "USR2", "VTALRM", "PROF", "XCPU")
+SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in NAMES if hasattr(signal, f"SIG{name}"))
 _NEVER: AbstractContextManager[Callable[[], bool]] = nullcontext(lambda: False)
 
 

@@ -12,6 +12,7 @@ from splitc.runtime.threads.interrupts import later_interrupts
 from tests.conftest import until
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
+OTHERS = ("SIGALRM", "SIGHUP", "SIGUSR1", "SIGVTALRM")
 
 
 @pytest.fixture
@@ -46,6 +47,29 @@ def test_both_signals_come_after_the_block(came: list[int], first: int) -> None:
         until(lambda: False)
     assert came == [first, other]
     assert [signal.getsignal(number) for number in BOTH] == handlers
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_signals_that_a_program_handles_come_after_the_block(name: str) -> None:
+    """As one that limits a request's time."""
+    number = getattr(signal, name, None)
+    if number is None:
+        pytest.skip("this system does not have it")
+    done = []
+
+    def handle(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(number, handle)
+    try:
+        with pytest.raises(TimeoutError), later_interrupts() as interrupted:
+            with later_interrupts() as also:
+                signal.raise_signal(number)
+                assert interrupted() and also()
+            done.append(1)
+        assert done == [1] and signal.getsignal(number) is handle
+    finally:
+        signal.signal(number, before)
 
 
 def test_handler_that_raises_as_it_comes_back_leaves_the_other_one(
