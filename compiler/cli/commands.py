@@ -19,13 +19,13 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
+from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, model_there, there
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import parse_fills
-from splitc.runtime.files.written import check_output
 from splitc.runtime.hardware.devices import parse_devices, parse_hosts
 from splitc.runtime.package.manifest import BuildOptions, Manifest
 from splitc.runtime.package.pipeline_file import read_pipeline
@@ -201,27 +201,24 @@ def plan(
     from splitc.compiler.planning.plan_file import to_file, write_plan
     from splitc.compiler.show.plan_tables import check_explained, print_explained, print_plan
 
-    check_report(report, [model])
+    check_outputs({"--output": output, "--report": report}, [model])
+    check_report(report)
     if model.is_dir():
         from splitc.compiler.cli.folders import plan_folder
 
         plan_folder(model, devices, request, module, swap, output, explain, report, as_json)
         return
     _need_folder(model, module, swap)
-    if output:
-        check_output(output, [model])
     with shown_bars():
         decided = plan_model(model, devices, request)
     if explain:
         check_explained(decided)
     decided = with_refusals(decided)
     if output:
-        check_output(output, decided.analysis.graph.data_files)
         write_plan(decided, output)
     if report:
         from splitc.compiler.show.plan_page import plan_page
 
-        check_report(report, decided.analysis.graph.data_files)
         write_page(report, plan_page(decided))
     if as_json:
         print_json(to_file(decided))

@@ -18,7 +18,6 @@ from splitc.compiler.show.pipeline_tables import print_pipeline
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_output
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.reports.page_writer import write_page
 from splitc.runtime.units import format_bytes
@@ -38,8 +37,6 @@ def plan_folder(
     """Show what each module of a folder would hold on each device. For errors see `plan_pipeline`."""
     if explain:
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
-    if output:
-        check_output(output, [folder])
     with shown_bars():
         plan = plan_pipeline(folder, devices, request, wanted, swap)
     plan = replace(plan, modules=tuple(replace(module, plan=with_refusals(module.plan)) for module in plan.modules))

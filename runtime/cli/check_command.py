@@ -15,6 +15,7 @@ from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
@@ -155,7 +156,8 @@ def check(
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
     model = _only_model(unsplit, option)
-    check_report(report, [path for path in (package, model, comparison.inputs) if path])
+    check_outputs({"--report": report}, [package, model, comparison.inputs])
+    check_report(report)
     module, pipeline = load.keywords["module"], read_pipeline(package)
     several = pipeline is not None and module is None and model.is_dir()
     names: Sequence[str | None] = [module]

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from splitc.runtime.cli import completion
+from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
@@ -37,7 +38,8 @@ def inspect(
     as_json: bool = JSON,
 ) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
-    check_report(report, [package])
+    check_outputs({"--report": report}, [package])
+    check_report(report)
     pipeline = read_pipeline(package) if module is None else None
     if pipeline is not None and rank is not None and len(pipeline.modules) > 1:
         raise MisuseError(f"--rank needs --module: {package} has several models")

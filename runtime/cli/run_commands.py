@@ -11,6 +11,7 @@ from splitc.runtime.arrays import files as array_files
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
+from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
@@ -27,7 +28,6 @@ from splitc.runtime.cli.shared_options import (
 )
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import FeedError
-from splitc.runtime.files.written import check_output
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
 from splitc.runtime.tools.earlier_bench import read_bench
@@ -51,7 +51,7 @@ def run(
     as_json: bool = JSON,
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
-    check_output(outputs, [package, inputs])
+    check_outputs({"--outputs": outputs}, [package, inputs])
     array_files.check_ending(outputs)
     feeds = array_files.load_arrays(inputs)
     with shown_bars(), load(package) as session:
@@ -97,10 +97,8 @@ def bench_command(
     as_json: bool = JSON,
 ) -> None:
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
-    reads = [path for path in (package, baseline, inputs) if path]
-    check_report(report, reads)
-    if trace:
-        check_output(trace, reads)
+    check_outputs({"--report": report, "--trace": trace}, [package, baseline, inputs, before])
+    check_report(report)
     earlier = None if before is None else read_bench(before)
     with shown_bars(), load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
         result = bench(

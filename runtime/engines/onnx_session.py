@@ -120,6 +120,21 @@ def has_data_outside(path: Path) -> bool:
         return False
 
 
+def data_files(path: Path) -> list[Path]:
+    """The files of a model's external data. None if it is no model, or if the package onnx is missing."""
+    if find_spec("onnx") is None or too_large(path) is not None:
+        return []
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError):
+        return []
+    entries = (entry for tensor in _external(model) for entry in tensor.external_data if entry.key == "location")
+    return [path.parent / location for location in dict.fromkeys(entry.value for entry in entries)]
+
+
 def _moves_first_axis(path: Path) -> bool:
     """Whether an ONNX file has a Transpose that moves the first axis behind those between it and the last two.
 

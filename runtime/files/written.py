@@ -97,8 +97,8 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
     place = Path(os.path.realpath(path))  # unlike resolve(), it accepts circular links
     for source in read:
         if place == (other := Path(os.path.realpath(source))) or (other.is_dir() and other in place.parents):
-            what = "which is read" if other == place else f"in {source}, which is read"
-            raise MisuseError(f"{path} would be overwritten, {what}: choose another name")
+            what = "overwritten, which is read" if other == place else f"written into {source}, which is read"
+            raise MisuseError(f"{path} would be {what}: choose another name")
 
 
 @contextmanager

@@ -125,9 +125,10 @@ class Workers:
     def join(self, patience: float) -> bool:
         """Wait for the ranks to end, for at most `patience` seconds. Returns whether they have ended."""
         deadline = time.monotonic() + patience
-        for worker in self._workers:
+        others = [worker for worker in self._workers if worker is not threading.current_thread()]
+        for worker in others:  # a rank may have had the last reference to the session
             worker.join(max(0.0, deadline - time.monotonic()))
-        return not any(worker.is_alive() for worker in self._workers)
+        return not any(worker.is_alive() for worker in others)
 
     def clear(self) -> None:
         """Release the ranks after they have ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.files.visible_text import visible
-from splitc.runtime.files.written import check_output, written_whole
+from splitc.runtime.files.written import written_whole
 from splitc.runtime.units import block_range, format_bytes
 
 if TYPE_CHECKING:
@@ -26,11 +26,10 @@ LIBRARIES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "j
 CELLS = 160
 
 
-def check_report(path: Path | None, reads: Iterable[Path]) -> None:
-    """Raise MisuseError if a page can't be written: see `check_output`, and if libraries are missing."""
+def check_report(path: Path | None) -> None:
+    """Raise MisuseError if a page is asked for and libraries are missing."""
     if path is None:
         return
-    check_output(path, reads)
     if missing := [package for module, package in LIBRARIES.items() if find_spec(module) is None]:
         raise MisuseError(
             f"--report needs {', '.join(missing)}, not installed here: pip install 'splitc[report]'. The numbers are "

@@ -190,7 +190,7 @@ class StateSequence:
             if self._numbers:
                 raise SplitcError("a sequence's constant inputs must be given before its first run")
             held = [tensor for tensor in self._given if tensor.name in feeds]
-            self._constant.update(Inputs(held).on_host(feeds))
+            self._constant.update(Inputs(held).on_host(feeds, copy=True))
             manifest = self._session.manifest
             self._given = [tensor for tensor in self._given if tensor.name not in feeds]
             self._fed = Inputs(self._given, manifest.omittable, manifest.fixed)

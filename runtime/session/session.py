@@ -121,9 +121,10 @@ class Session(Requests, Listed):
         self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
+        folder = self.package.absolute()  # some engines are loaded later
         size = len(manifest.ranks)
         made = [
-            make(Deployment(self.package, manifest, own[first : first + size], own_threads, cuda_graphs, first, own))
+            make(Deployment(folder, manifest, own[first : first + size], own_threads, cuda_graphs, first, own))
             for first in range(0, len(own), size)
         ]
         if len(made) > 1:

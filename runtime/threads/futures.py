@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, TimeoutError, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
+from splitc.runtime.log import LOG
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.threads.progress import counting
 
@@ -59,9 +61,19 @@ class Answer(Future[T]):
             return super().cancel()
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call a function with the future when the request has ended."""
+        """Call a function with the future when the request has ended. What it raises is only logged, as Future does.
+
+        That includes SystemExit: it would end a thread that others wait for, and not the program.
+        """
         with later_interrupts():
-            super().add_done_callback(fn)
+            super().add_done_callback(partial(_called, fn))
+
+
+def _called(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
+    try:
+        fn(future)
+    except BaseException:
+        LOG.exception("a callback of a request failed")
 
 
 def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:

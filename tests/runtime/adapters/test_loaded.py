@@ -88,6 +88,18 @@ def save_feeds(path: Path) -> None:
     np.savez(path, **feeds)
 
 
+def test_program_may_change_its_folder(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], monkeypatch: Any
+) -> None:
+    """Engines for adapters are loaded with the first request that has one."""
+    package = slotted("layer")
+    monkeypatch.chdir(package.parent)
+    with Session(package.name, ranks="threads") as session:
+        session.adapters.load("style", files["style"])
+        monkeypatch.chdir("/")
+        assert_close(session.run(decoder_feeds(2, 5, 3), adapters="style"), expected["style"])
+
+
 @pytest.mark.parametrize(
     ("way", "ranks"), [*((way, "threads") for way in WAYS), ("tensor", "processes"), ("batch", "processes")]
 )

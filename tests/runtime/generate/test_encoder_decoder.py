@@ -347,6 +347,24 @@ def test_held_feeds_are_given_once(tensor_text: Path) -> None:
             sequence.hold(caches)
 
 
+def test_held_feeds_are_the_sequences_own(tensor_text: Path) -> None:
+    with Pipeline(tensor_text, threads=1) as pipeline:
+        answers = []
+        for changes in (False, True):
+            random = np.random.default_rng(0)
+            held = {
+                tensor.name: random.standard_normal((1, made.HEADS, 4, made.HEAD), np.float32)
+                for tensor in pipeline["decoder_with_past_model"].inputs
+                if ".encoder." in tensor.name
+            }
+            with pipeline["decoder_with_past_model"].start() as sequence:
+                sequence.hold({"encoder_attention_mask": np.ones((1, 4), np.int64), **held})
+                for array in held.values():
+                    array *= 1 - changes
+                answers.append(sequence.run({"input_ids": np.array([[1]])})["logits"])
+        np.testing.assert_array_equal(*answers)
+
+
 def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
     """Exporters give a width a symbol if their own inference fails."""
     manifests = {name: read_manifest(tensor_text / name) for name in ("encoder_model", "decoder_model")}

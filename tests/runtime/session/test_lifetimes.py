@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -78,6 +79,38 @@ def test_dropped_sequences_free_their_states(package: Path) -> None:
             gc.collect()
         session.run(decoder_feeds())
         wait_until(lambda: len([number for number in held if number is not None]) == 0)
+
+
+def test_last_reference_may_be_a_requests(open_session: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a rank closes the session, and does not wait for itself."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    before = ours()
+    for _ in range(3):
+        session = open_session()
+        future = session.submit(decoder_feeds())
+        del session
+        future.result(20)
+    wait_until(lambda: all(now <= was for now, was in zip(ours(), before, strict=True)))
+    assert lost == []
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_what_a_callback_raises_ends_nothing(
+    open_session: Callable[[], Session], error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def back(_: Future[Any]) -> None:
+        called.append(error)
+        raise error
+
+    called: list[type[BaseException]] = []
+    with open_session() as session:
+        for count in (1, 2, 3):
+            session.submit(decoder_feeds()).add_done_callback(back)
+            wait_until(lambda expected=count: len(called) == expected)  # type: ignore[misc]
+        session.submit(decoder_feeds()).result(20)
+        assert asyncio.run(session.run_async(decoder_feeds())).keys() == session.run(decoder_feeds()).keys()
+    assert "a callback of a request failed" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", KINDS)
