@@ -362,7 +362,8 @@ def test_held_feeds_are_the_sequences_own(tensor_text: Path) -> None:
                 for array in held.values():
                     array *= 1 - changes
                 answers.append(sequence.run({"input_ids": np.array([[1]])})["logits"])
-        np.testing.assert_array_equal(*answers)
+        one, other = answers
+        np.testing.assert_array_equal(one, other)
 
 
 def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
