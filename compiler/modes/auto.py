@@ -25,7 +25,7 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.threads.progress import counted
@@ -61,12 +61,16 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     """The best plan for the request's objective among those that fit, in any mode on any number of the devices.
 
     Among plans of about equal time, it is the one that leaves the most free memory on its fullest device. Raises
-    DoesNotFitError if none fits, with the reason in each mode; ModelError for a model that can't be used.
+    DoesNotFitError if none fits, with the reason in each mode; ModelError for a model that can't be used; MisuseError
+    for a request that no mode can have.
     """
     tried = plan_alternatives(model, resources, request)
-    plans = {alternative.name: plan for alternative, plan in tried if plan is not None}
+    plans = {alternative.name: plan for alternative, plan in tried if isinstance(plan, Plan)}
     alternatives = [alternative for alternative, _ in tried]
     if not plans:
+        misused = next((error for _, error in tried if isinstance(error, MisuseError)), None)
+        if misused is not None and not any(isinstance(error, DoesNotFitError) for _, error in tried):
+            raise misused
         raise DoesNotFitError(_explain_misfit(alternatives))
     chosen = choose(alternatives, request.objective)
     reason = _reason(chosen, alternatives, request)
@@ -96,11 +100,19 @@ def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
     return [candidate for candidate in alternatives if candidate.hosts == fewest]
 
 
-def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
-    """All alternatives that are tried, each with its plan; None if it is refused."""
+Tried = tuple[Alternative, Plan | SplitcError]
+
+
+def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[Tried]:
+    """All alternatives that are tried, each with its plan, or with the error that refuses it."""
+    options = _options(resources, request)
+    if not options:
+        raise MisuseError(
+            f"--batch-groups is {request.batch_groups}, and auto mode makes no {request.batch_groups} equal groups of "
+            f"{len(resources.devices)} devices for this model: give another number, or choose the mode (--split-mode)"
+        )
     analyses = _Analyses(model, resources.devices, request)
-    options = counted("planning candidates", _options(resources, request))
-    return [_try(option, analyses, resources, request) for option in options]
+    return [_try(option, analyses, resources, request) for option in counted("planning candidates", options)]
 
 
 class _Analyses:
@@ -160,9 +172,7 @@ def _order(way: Way) -> tuple[bool, int, int, int]:
     return way.stages < size, way.stages if way.stages < size else 0, way.groups, way.devices
 
 
-def _try(
-    option: _Option, analyses: _Analyses, resources: Resources, request: Request
-) -> tuple[Alternative, Plan | None]:
+def _try(option: _Option, analyses: _Analyses, resources: Resources, request: Request) -> Tried:
     """Plan one option, on the devices with the largest budgets, each group inside a host if possible."""
     way, mode = option.way, find_mode(option.mode)
     groups = way.groups * way.stages
@@ -181,7 +191,7 @@ def _try(
         plan = plan_in_groups(mode, analyses.get(mode.stages(wanted, inside), inside), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         why = re.split(r"[:;]\s", str(error), maxsplit=1)[0]  # names may have colons
-        return Alternative(option.name, option.mode, way.devices, refused=why), None
+        return Alternative(option.name, option.mode, way.devices, refused=why), error
     prediction = predict_asked(plan, taken, request)
     return _describe(option, plan, prediction), replace(plan, prediction=prediction)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest import Manifest, of_role
 
 
@@ -17,6 +18,24 @@ class CacheMasks:
 
     masks: Sequence[str] = ()
     tokens: Sequence[str] = ()
+
+    def count(self, feeds: Mapping[str, Array], before: int) -> int:
+        """The tokens so far, after a request, with `before` of them before it. Raises FeedError for a mask of others.
+
+        Kernels count the tokens by the mask, and take any number that a cache with a capacity has room for.
+        """
+        new = {feeds[name].shape[-1] for name in self.tokens if name in feeds}
+        if not self.masks or len(new) != 1:
+            return before
+        total = before + int(new.pop())
+        for name in self.masks:
+            mask = feeds.get(name)
+            if mask is not None and (mask.shape[1] < total or mask[:, total:].any()):
+                raise FeedError(
+                    f"'{name}' is for {mask.shape[1]} tokens, and the sequence comes to {total}: a mask is of all "
+                    "tokens so far, those in the caches included"
+                )
+        return total
 
     def with_room(self, feeds: Mapping[str, Array], capacity: int | None) -> Mapping[str, Array]:
         """The feeds, with masks padded with zeros to the capacity.
@@ -49,8 +68,11 @@ def find_cache_masks(manifest: Manifest) -> CacheMasks:
     if not growing or manifest.lengths or not all(state.in_place for state in manifest.states):
         return CacheMasks()
     tokens = of_role(manifest.inputs, "indices")
-    # A mask with the shape of the ids is one of the new tokens.
+    # A mask with the shape of the ids is one of the new tokens, and one with a size of other inputs is an encoder's.
     of_new = [tensor.shape for tensor in tokens]
+    states = {state.input for state in manifest.states}
+    others = [tensor for tensor in manifest.inputs if tensor.role is None or tensor.role.kind != "mask"]
+    of_others = {size for tensor in others if tensor.name not in states for size in tensor.shape or ()}
     masks = [
         tensor.name
         for tensor in of_role(manifest.inputs, "mask")
@@ -58,5 +80,6 @@ def find_cache_masks(manifest: Manifest) -> CacheMasks:
         and len(tensor.shape) == 2
         and not isinstance(tensor.shape[1], int)
         and tensor.shape not in of_new
+        and tensor.shape[1] not in of_others
     ]
     return CacheMasks(masks, [tensor.name for tensor in tokens])

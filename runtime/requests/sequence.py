@@ -62,6 +62,8 @@ class StateSequence:
         self._numbers: list[int] = []
         # The filled rows of caches that are written in place, by the inputs that say so.
         self._filled = {length.input: 0 for length in manifest.lengths}
+        # The tokens in the model's own caches, as its masks count them.
+        self._tokens = 0
         # The tokens that its states have room for on the ranks.
         self._allocated: Mapping[str, int] = {}
         # The requests in which its states grew on the ranks.
@@ -82,7 +84,9 @@ class StateSequence:
         with self._alone():
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-            arrays = self._masks.with_room(self._fed.on_host(feeds), self._capacity)
+            given = self._fed.on_host(feeds)
+            tokens = self._masks.count(given, self._tokens)
+            arrays = self._masks.with_room(given, self._capacity)
             filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
@@ -96,7 +100,7 @@ class StateSequence:
                 self._numbers.remove(request.after)
                 self._session.forget(request.after, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
-            self._filled = filled
+            self._filled, self._tokens = filled, tokens
             self._failed = False
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
@@ -178,6 +182,8 @@ class StateSequence:
             if self._capacity is not None and longest > self._capacity:
                 raise MisuseError(f"the states have {longest} tokens, and the sequence has room for {self._capacity}")
             self._loaded = loaded
+            growing = [(state.input, state.grows) for state in self._session.manifest.states]
+            self._tokens = max((loaded[name].shape[axis] for name, axis in growing if axis is not None), default=0)
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
         """Give the ranks feeds that are the same in all requests, such as an encoder's outputs for a decoder.

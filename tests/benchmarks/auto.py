@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from models.llama import Size, build
 from models.writer import save
-from splitc.compiler import Request, compile_model
+from splitc.compiler import Plan, Request, compile_model
 from splitc.compiler.modes.auto import choose, plan_alternatives
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.resources import Resources, find_budgets
@@ -85,7 +85,7 @@ def _compare(
     resources = Resources(tuple(devices), budgets, timer=timer, machine=known_machine())
     request = Request(shapes=_shapes(size, *work), profile=options.profile)
     tried = plan_alternatives(model, resources, request)
-    plans = {alternative.name: (alternative, plan) for alternative, plan in tried if plan is not None}
+    plans = {alternative.name: (alternative, plan) for alternative, plan in tried if isinstance(plan, Plan)}
     with tempfile.TemporaryDirectory(prefix="splitc-auto-") as folder, ExitStack() as stack:
         sessions = {}
         for name, (_, plan) in plans.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -224,6 +225,15 @@ def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
 def test_options_of_one_mode_are_refused(decoder: Path) -> None:
     with pytest.raises(MisuseError, match="--main-device is for --split-mode row"):
         plan_model(decoder, ["2xcpu"], Request(main_device="cpu1"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"threads": 5000}, "--threads 5000: it is a number"), ({"batch_groups": 3}, "no 3 equal groups")],
+)
+def test_what_no_mode_can_have_is_a_misuse(wrong: dict[str, Any], message: str, decoder: Path) -> None:
+    with pytest.raises(MisuseError, match=message):
+        plan_model(decoder, ["2xcpu"], Request(**wrong))
 
 
 def test_plan_file_has_what_was_compared_and_compiles(decoder: Path, tmp_path: Path) -> None:

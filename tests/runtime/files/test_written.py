@@ -112,7 +112,7 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "package")
     read = [tmp_path / "model.onnx", tmp_path / "package"]
     for name in ("model.onnx", "package/../model.onnx", "package/manifest.json", "package/rank0/new", "link/new"):
-        with pytest.raises(MisuseError, match="would be (overwritten|written into .*), which is read"):
+        with pytest.raises(MisuseError, match=r"would be (overwritten|written into .*), which is read"):
             check_output(tmp_path / name, read)
     for name in ("other.onnx", "package.json"):
         check_output(tmp_path / name, read)

@@ -18,7 +18,7 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.computation import Computation
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.blocks import Block
@@ -317,6 +317,27 @@ def test_an_engine_that_lacks_room_in_a_cache_is_explained(tmp_path: Path) -> No
         with session.start(capacity=4) as sequence:
             assert_close(sequence.run(feeds), expected[0])
             assert_close(sequence.run(more), expected[1])
+
+
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_masks_are_of_the_tokens_so_far(capacity: int | None, tmp_path: Path) -> None:
+    """By a longer or a shorter one, kernels would read and write other rows of caches with room."""
+    save(llama_fused.build(replace(DECODER, layers=2)), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package", verify=False)
+    more = {"input_ids": np.array([[2]])}
+    with Session(tmp_path / "package", threads=1) as session, session.start(capacity=capacity) as sequence:
+        sequence.run({"input_ids": np.array([[5, 17, 33]]), "attention_mask": np.ones((1, 3), np.int64)})
+        for columns in (1, 3, 5, 16):
+            with pytest.raises(FeedError, match=f"'attention_mask' is for {columns} tokens, and .* comes to 4"):
+                sequence.run({**more, "attention_mask": np.ones((1, columns), np.int64)})
+        expected = sequence.run({**more, "attention_mask": np.ones((1, 4), np.int64)})
+    whole = {"input_ids": np.array([[5, 17, 33, 2]]), "attention_mask": np.ones((1, 4), np.int64)}
+    with Session(tmp_path / "package", threads=1) as session, session.start(capacity=capacity) as sequence:
+        assert_close({"logits": sequence.run(whole)["logits"][:, -1:]}, expected)
+        # Zeros behind the tokens mean nothing.
+        padded = np.ones((1, 8), np.int64) * (np.arange(8) < 5)
+        if capacity is not None:
+            sequence.run({**more, "attention_mask": padded})
 
 
 def test_odd_capacities_are_refused(package: Path) -> None:
