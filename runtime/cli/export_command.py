@@ -11,10 +11,12 @@ import typer
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
+from splitc.runtime.cli.outputs import check_not_inside
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS, there
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.pipeline_file import read_pipeline
+from splitc.runtime.requests.limits import MOST_AT_ONCE, MOST_CAPACITY
 from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.openai_folder import export_openai
@@ -59,11 +61,21 @@ class TextOptions:
 
 def _serving(
     capacity: int | None = typer.Option(
-        None, "--capacity", min=1, help="Tokens that caches written in place have room for at the start."
+        None,
+        "--capacity",
+        min=1,
+        max=MOST_CAPACITY,
+        help="Tokens that caches written in place have room for at the start.",
     ),
-    idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
+    idle: float = typer.Option(
+        300.0, "--idle", min=1.0, max=1e9, help="Seconds without a request after which a sequence ends."
+    ),
     in_flight: int | None = typer.Option(
-        None, "--in-flight", min=1, help="Requests in flight at the same time. Default: two for each rank."
+        None,
+        "--in-flight",
+        min=1,
+        max=MOST_AT_ONCE,
+        help="Requests in flight at the same time. Default: two for each rank.",
     ),
     device: list[str] = DEVICE,
     threads: int | None = THREADS,
@@ -115,6 +127,7 @@ def export(
         None,
         "--batch",
         min=0,
+        max=MOST_CAPACITY,  # of 32 bits, as Triton counts
         help=f"Batch waiting requests up to this many rows; 0: never. Default: {MOST_ROWS}, if rows are independent.",
     ),
     ensemble: bool = typer.Option(
@@ -157,7 +170,7 @@ def export(
 
 
 def _check_options(context: typer.Context, server: str) -> None:
-    """Raise MisuseError for an unknown server, and for options that have no effect with it."""
+    """Raise MisuseError for an unknown server, for options that have no effect with it, and for an output inside."""
     if server not in SERVERS:
         raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
     own, what = SERVERS[server], f"'{server}'"
@@ -165,6 +178,9 @@ def _check_options(context: typer.Context, server: str) -> None:
         if server == "triton" and is_given(context, option):
             own, what = NATIVE[option], f"--{option}"
     allowed = own | {"context", "server", "package", "output", "module", "as_json"}
+    if context.params["sequences"] is False and is_given(context, "idle"):
+        raise MisuseError("--idle ends sequences, and with --no-sequences there are none: leave out one of them")
+    check_not_inside(context.params["output"], context.params["package"])
     for parameter in context.command.params:
         if is_given(context, parameter.name) and parameter.name not in allowed:
             raise MisuseError(f"{parameter.opts[0]} has no effect with {what}: leave it out")

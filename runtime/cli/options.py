@@ -45,6 +45,7 @@ RULES = (
     Rule("--image", bars="--audio", why="a question is about a sound or an image"),
     Rule("--language", needs="--audio"),
     Rule("--task", needs="--audio"),
+    *(Rule(option, needs="--temperature") for option in ("--top-k", "--top-p", "--seed")),
 )
 
 

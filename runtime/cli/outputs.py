@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from splitc.runtime.engines.onnx_session import data_files
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_output, is_replaced
 
@@ -21,6 +20,8 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | Non
     for path in written.values():
         check_output(path, sources)
     if any(path.exists() for path in written.values()):  # or else none is overwritten: models are slow to parse
+        from splitc.runtime.engines.onnx_session import data_files  # loads ONNX Runtime
+
         data = [file for source in sources if source.suffix == ".onnx" for file in data_files(source)]
         for path in written.values():
             check_output(path, data)
@@ -29,3 +30,10 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | Non
         other = places.setdefault(os.path.realpath(path), name)
         if other != name and is_replaced(path):
             raise MisuseError(f"{other} and {name} are both {path}: choose another name for one of them")
+
+
+def check_not_inside(output: Path, package: Path) -> None:
+    """Raise MisuseError if a folder to write into is a package, or in it: it would not be one any more."""
+    place, source = Path(os.path.realpath(output)), Path(os.path.realpath(package))
+    if place == source or source in place.parents:
+        raise MisuseError(f"{output} would be written into {package}, which is read: choose another folder")

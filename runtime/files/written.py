@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,14 +106,18 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """A new file, which replaces `path` if the block succeeds, and is removed if it fails.
 
-    If `path` is not a regular file (a pipe, a terminal, a link such as /dev/stdout), it is written to directly. Raises
-    MisuseError, which names the path and the reason, if it can't be written; SplitcError if the disk is full.
+    If `path` is not a regular file (a pipe, a terminal, a link such as /dev/stdout), it gets the content at the end:
+    the block may move in the file, as a ZIP file's writer does. Raises MisuseError, with the path and the reason, if it
+    can't be written; SplitcError if the disk is full.
     """
     check_output(path, ())
     try:
         if not is_replaced(path):
-            with path.open("wb") as file:
-                yield file
+            with tempfile.TemporaryFile() as made:
+                yield made
+                made.seek(0)
+                with path.open("wb") as file:
+                    shutil.copyfileobj(made, file)
             return
         # A random name, since several threads or processes may write the same file at once.
         aside = path.with_name(f".splitc-{secrets.token_hex(8)}")

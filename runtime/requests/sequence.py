@@ -17,13 +17,11 @@ from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
 from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened, room_needed
+from splitc.runtime.requests.limits import MOST_CAPACITY
 from splitc.runtime.requests.masks import find_cache_masks
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import whole_number
-
-# The largest capacity of a sequence, in tokens.
-MOST_CAPACITY = (1 << 31) - 1
 
 
 class StateSequence:

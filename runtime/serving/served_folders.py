@@ -42,7 +42,7 @@ def find_packages(package: Path, module: str | None, name: str | None = None) ->
             raise MisuseError(f"--name is for one model, and {package} has {len(folders)}: add --module")
         folders = dict.fromkeys([name], *folders.values())
     for model in folders:
-        if model != Path(model).name or model.startswith(".") or not model.isprintable():
+        if not model or model != Path(model).name or model.startswith(".") or not model.isprintable():
             raise MisuseError(f"{model!r} can't be a model's name, which is that of a folder: give another --name")
     return {model: (folder, read_manifest(folder)) for model, folder in folders.items()}
 

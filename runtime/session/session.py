@@ -40,6 +40,7 @@ from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.requests.lengths import needs_one_row
+from splitc.runtime.requests.limits import MOST_AT_ONCE
 from splitc.runtime.requests.metrics import Metrics
 from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
@@ -55,9 +56,6 @@ from splitc.runtime.units import first_few, format_shape, whole_number
 
 # Adapters by name, each with its factor; or one adapter's name; or None for the session's default.
 Asked = Mapping[str, float] | str | None
-# The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
-# machine holds, so that a number with too many digits is refused in words.
-MOST_AT_ONCE = 10_000
 
 
 class Session(Requests, Listed):

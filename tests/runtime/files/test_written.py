@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from splitc.runtime.errors import MisuseError, SplitcError
@@ -52,6 +53,11 @@ def test_long_names_are_written(tmp_path: Path) -> None:
     with written_whole(path) as file:
         file.write(b"content")
     assert names(tmp_path) == [path.name]
+
+
+def test_archives_are_written_to_devices() -> None:
+    with written_whole(Path(os.devnull)) as file:
+        np.savez(file, a=np.zeros(3))
 
 
 def test_pipe_is_written_to(tmp_path: Path) -> None:
