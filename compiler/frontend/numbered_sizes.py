@@ -6,7 +6,7 @@ treats both as dynamic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
@@ -17,6 +17,9 @@ from splitc.compiler.frontend.observation import primes_of
 from splitc.compiler.frontend.shapes import bind_shapes
 from splitc.compiler.request.shapes import Shape
 
+# Multiples of primes that are tried: models reduce the sides of images to a 64th.
+FACTORS = (1, 64)
+
 
 def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
     """Rename symbols that are numbers, in place, if these dimensions are dynamic.
@@ -26,21 +29,25 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
     if not numbered:
         return
-    others = dict(zip(sorted(numbered), primes_of(graph.graph), strict=False))
-    if not _say_others(graph, given):
-        shapes = input_sizes(graph.model, {}, frozenset()).shapes(graph.model)
-        changed = {
-            value.name or "": tuple(
-                others[str(size)] if _is_numbered(size) else number
-                for size, number in zip(value.shape or (), shapes[value.name or ""], strict=True)
-            )
-            for value in graph.graph.inputs
-        }
-        if not fits(graph, bind_shapes(graph.model, changed), bind_shapes(graph.model, shapes)):
-            return
+    if not (_say_others(graph, given) or any(_fit_others(graph, numbered, factor) for factor in FACTORS)):
+        return
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([f"size_{size}" if _is_numbered(size) else size for size in value.shape])
+
+
+def _fit_others(graph: Graph, numbered: Collection[str], factor: int) -> bool:
+    """Whether the model's shapes can be inferred with primes times this factor in place of the numbers."""
+    others = dict(zip(sorted(numbered), primes_of(graph.graph), strict=False))
+    shapes = input_sizes(graph.model, {}, frozenset()).shapes(graph.model)
+    changed = {
+        value.name or "": tuple(
+            factor * others[str(size)] if _is_numbered(size) else number
+            for size, number in zip(value.shape or (), shapes[value.name or ""], strict=True)
+        )
+        for value in graph.graph.inputs
+    }
+    return fits(graph, bind_shapes(graph.model, changed), bind_shapes(graph.model, shapes))
 
 
 def fixed_size(size: int | ir.SymbolicDim | None) -> int | None:

@@ -172,3 +172,20 @@ def test_a_branch_that_a_fixed_size_chooses_is_taken(size: str, left: int, mode:
         for rows in (2, 5):
             request = {"x": random.standard_normal((rows, 1, 8)).astype(np.float32)}
             assert_close(session.run(request), run_whole(path, request))
+
+
+# The sides of its image are halved and doubled again, as in a U-Net, so that they must be even.
+HALVED_IMAGE = """<ir_version: 8, opset_import: ["" : 17]>
+    halved (float[n, 2, h, w] x) => (float[n, 4, h, w] y) <float[4] doubled = {1, 1, 2, 2}> {
+        half = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)  large = Resize <mode = "nearest"> (half, , doubled)
+        y = Concat <axis = 1> (x, large) }"""
+
+
+def test_an_image_whose_side_is_named_by_a_number(tmp_path: Path) -> None:
+    """The name is no size: with 3 the model would not run."""
+    model = onnx.parser.parse_model(HALVED_IMAGE)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[3].dim_param = "3"
+    onnx.save(model, tmp_path / "model.onnx")
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(), 1)
+    assert analysis.fitted.problem is None and analysis.shapes["x"][3] != 3
