@@ -17,6 +17,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 # How much farther off than rounding moved the unsplit model's outputs, in a few tries, the split model's may be.
 # A choice: the few tries do not find the most that rounding can do. Twice is still far below what a wrong rule does.
 ROUNDING = 2
+# Up, down, and random directions. A choice: each runs the unsplit model once more, where outputs differ.
+TRIES = 4
 # The input types for which numpy has nextafter.
 NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 # How many numbers a weight has that is nudged. A choice: in shorter ones are exponents, and scales from which sizes
@@ -41,17 +43,24 @@ def excuse(differences: Sequence[Difference], own: Sequence[Sequence[Difference]
 
 
 def nudged(feeds: Arrays) -> Iterator[Arrays]:
-    """The feeds with all floating-point numbers one step up, and one step down; nothing if there are none."""
+    """The feeds with all floating-point numbers one step away, in some directions; nothing if there are none."""
     if any(array.dtype in NUDGED for array in feeds.values()):
-        for end in (np.inf, -np.inf):
-            yield {
-                name: np.nextafter(array, array.dtype.type(end)) if array.dtype in NUDGED else array
-                for name, array in feeds.items()
-            }
+        for number in range(TRIES):
+            yield {name: _step(array, number) if array.dtype in NUDGED else array for name, array in feeds.items()}
+
+
+def _step(array: npt.NDArray[Any], number: int) -> npt.NDArray[Any]:
+    """The numbers one step up, one step down, or for a higher `number` of the try in random directions.
+
+    A scale that a model computes from all of its numbers follows them if all go up.
+    """
+    signs = np.random.default_rng(number).choice((-1, 1), array.shape) if number > 1 else np.array(1 - 2 * number)
+    moved: npt.NDArray[Any] = np.nextafter(array, np.copysign(np.inf, signs).astype(array.dtype))
+    return moved
 
 
 def nudged_weights(model: Path) -> Iterator[bytes]:
-    """The model with numbers in its weight vectors one step up, and one step down; nothing without `onnx`.
+    """The model with numbers in its weight vectors one step away, in some directions; nothing without `onnx`.
 
     External data stay in their files, except for these vectors.
     """
@@ -72,12 +81,10 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
             tensor.data_location = onnx.TensorProto.DEFAULT
             del tensor.external_data[:]
     arrays = {number: numpy_helper.to_array(tensor) for number, tensor in weights.items()}
-    for end in (np.inf, -np.inf) if arrays else ():
+    for attempt in range(TRIES) if arrays else ():
         for number, array in arrays.items():
             # The largest numbers stay: they stand for infinity.
-            moved = np.where(
-                np.abs(array) < np.finfo(array.dtype).max / 2, np.nextafter(array, array.dtype.type(end)), array
-            )
+            moved = np.where(np.abs(array) < np.finfo(array.dtype).max / 2, _step(array, attempt), array)
             proto.graph.initializer[number].CopyFrom(numpy_helper.from_array(moved, weights[number].name))
         yield proto.SerializeToString()
 

@@ -177,8 +177,8 @@ def test_a_branch_that_a_fixed_size_chooses_is_taken(size: str, left: int, mode:
 # The sides of its image are halved and doubled again, as in a U-Net, so that they must be even.
 HALVED_IMAGE = """<ir_version: 8, opset_import: ["" : 17]>
     halved (float[n, 2, h, w] x) => (float[n, 4, h, w] y) <float[4] doubled = {1, 1, 2, 2}> {
-        half = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)  large = Resize <mode = "nearest"> (half, , doubled)
-        y = Concat <axis = 1> (x, large) }"""
+        half = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)
+        large = Resize <mode = "nearest"> (half, , doubled)  y = Concat <axis = 1> (x, large) }"""
 
 
 def test_an_image_whose_side_is_named_by_a_number(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.tools.rounding import TRIES, Arrays, nudged
 from splitc.runtime.tools.unsplit import choose_reference, open_reference
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
@@ -69,7 +70,7 @@ def without_gpus(engine: str, device: Device, *options: Any) -> Backend:
 
 
 def test_model_runs_with_other_weights(tmp_path: Path) -> None:
-    """A step up and a step down. What stands for infinity, and short weights, such as exponents, stay."""
+    """A step away in some directions. What stands for infinity, and short weights, such as exponents, stay."""
     b = Block()
     ids = b.indices("ids", [3, 1], ["n"])
     picked = b.op("Mul", b.op("Gather", b.w("table", 30, 12), ids), b.w("scale", 12))
@@ -83,7 +84,16 @@ def test_model_runs_with_other_weights(tmp_path: Path) -> None:
     for made in moved:
         assert not np.array_equal(made, expected)
         np.testing.assert_allclose(made, expected, rtol=1e-5)
-    assert len(moved) == 2
+    assert len(moved) == TRIES
+
+
+def test_numbers_move_in_all_directions() -> None:
+    """A scale that is computed from all numbers follows them if all move up, and what it divides stays as it is."""
+    given: Arrays = {"x": np.random.default_rng(0).standard_normal(100).astype(np.float32), "n": np.arange(3)}
+    signs = [np.sign(made["x"] - given["x"]) for made in nudged(given)]
+    assert [set(sign) for sign in signs] == [{1.0}, {-1.0}, *[{1.0, -1.0}] * (TRIES - 2)]
+    assert not np.array_equal(signs[2], signs[3])
+    assert all(np.array_equal(made["n"], given["n"]) for made in nudged(given))
 
 
 def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path) -> None:
@@ -97,7 +107,7 @@ def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path) -> None:
     with open_reference(tmp_path / "model.onnx", read_manifest(tmp_path / "package"), [CPU], 1) as whole:
         expected, moved = whole.run(b.feeds), list(whole.run_nudged(b.feeds))
     changed = [{name for name, array in made.items() if not np.array_equal(array, expected[name])} for made in moved]
-    assert changed == [{"present"}] * 2 + [{"scores"}] * 2
+    assert changed == [{"present"}] * TRIES + [{"scores"}] * TRIES
 
 
 def test_a_value_that_is_not_a_number_is_named(tmp_path: Path) -> None:
