@@ -42,8 +42,9 @@ from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
 # If all that is sharded takes no collectives, and is less than this share of the blocks' weight bytes, all islands are
-# sharded, whatever their time: to shard only a head, or a detector's last convolutions, is no tensor mode. A choice.
-LEAST_SHARE = 0.1
+# sharded, whatever their time: to shard only a head, a detector's last convolutions, or the vocabulary of a model whose
+# products are quantized, is no tensor mode. A choice.
+LEAST_SHARE = 0.25
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
 

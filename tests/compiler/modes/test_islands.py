@@ -180,7 +180,7 @@ def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
         plan_from_file(tmp_path / "model.onnx", path)
 
 
-@pytest.mark.parametrize("layers, classes", [(1, 4), (5, 96)])
+@pytest.mark.parametrize("layers, classes", [(1, 4), (1, 24), (5, 96)])
 def test_head_alone_is_not_enough(layers: int, classes: int, tmp_path: Path) -> None:
     """If only the head is sharded without islands, islands are taken at any cost in time, if they fit."""
     b, names = Block(), [f"A{layer}" for layer in range(layers)]
