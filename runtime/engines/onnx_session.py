@@ -121,7 +121,7 @@ def has_data_outside(path: Path) -> bool:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files of a model's external data. None if it is no model, or if the package onnx is missing."""
+    """The files of a model's external data; empty if it is no model, or if the package onnx is missing."""
     if find_spec("onnx") is None or too_large(path) is not None:
         return []
     import onnx

@@ -72,7 +72,8 @@ def find_cache_masks(manifest: Manifest) -> CacheMasks:
     of_new = [tensor.shape for tensor in tokens]
     states = {state.input for state in manifest.states}
     others = [tensor for tensor in manifest.inputs if tensor.role is None or tensor.role.kind != "mask"]
-    of_others = {size for tensor in others if tensor.name not in states for size in tensor.shape or ()}
+    shapes = [tensor.shape or () for tensor in others if tensor.name not in states]
+    of_others = {size for shape in shapes for size in shape if isinstance(size, str)}
     masks = [
         tensor.name
         for tensor in of_role(manifest.inputs, "mask")

@@ -28,9 +28,9 @@ def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
     """
     if threading.current_thread() is not threading.main_thread():
         return _NEVER
-    handlers = [handler for handler in map(_signal.getsignal, SIGNALS) if callable(handler)]
+    handlers = list(filter(callable, map(_signal.getsignal, SIGNALS)))  # without a frame of Python's: requests wait
     outer = handlers[0] if handlers else None
-    if isinstance(outer, _Gate) and not outer.is_open and all(handler is outer for handler in handlers):
+    if isinstance(outer, _Gate) and not outer.is_open and handlers.count(outer) == len(handlers):
         return nullcontext(partial(outer.has_more, outer.count()))
     return _Gate()
 

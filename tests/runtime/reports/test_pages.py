@@ -236,7 +236,7 @@ def test_a_page_is_refused_before_any_work(
 ) -> None:
     arguments = {"plan": [decoder, "-d", "cpu0"], "check": [package, "--model", decoder]}.get(command, [package])
     read = decoder if command == "plan" else package / "manifest.json"
-    assert "overwritten" in splitc(command, *arguments, "--report", read, code=2).stderr
+    assert "which is read" in splitc(command, *arguments, "--report", read, code=2).stderr
     assert "there is no folder" in splitc(command, *arguments, "--report", tmp_path / "no" / "p.html", code=2).stderr
     monkeypatch.setattr(page_writer, "LIBRARIES", {"there_is_none": "altair"})
     said = splitc(command, *arguments, "--report", tmp_path / "page.html", code=2).stderr
