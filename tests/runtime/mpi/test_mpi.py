@@ -270,7 +270,8 @@ def test_job_that_is_terminated_ends_without_a_word(decoder: Path, mpi: Mpi, pro
     began = time.monotonic()
     code, shown = ended(process)
     assert code != 0 and time.monotonic() - began < 5
-    assert shown.strip() == ""
+    # mpirun's own library for events warns of a pipe that ended meanwhile, rarely.
+    assert [line for line in shown.splitlines() if line and not line.startswith("[warn] Epoll")] == []
 
 
 # A command, whose process 1 comes to the others late.

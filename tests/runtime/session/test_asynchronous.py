@@ -47,8 +47,10 @@ def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest
     """While it waits for a thread or a slot, and while the request waits for its turn. The session goes on."""
 
     async def ask(session: Session) -> int:
-        tasks = [asyncio.create_task(session.run_async(decoder_feeds())) for _ in range(50)]
-        await asyncio.to_thread(begun.wait, 10)
+        tasks = [asyncio.create_task(session.run_async(decoder_feeds()))]
+        await asyncio.to_thread(begun.wait, 10)  # or else another one may begin, which can't be cancelled then
+        tasks += [asyncio.create_task(session.run_async(decoder_feeds())) for _ in range(49)]
+        await asyncio.sleep(0.05)
         for task in tasks[1:]:
             task.cancel()
         with pytest.raises(asyncio.TimeoutError):
