@@ -29,25 +29,29 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
     if not numbered:
         return
-    if not (_say_others(graph, given) or any(_fit_others(graph, numbered, factor) for factor in FACTORS)):
+    if not (_say_others(graph, given) or _fit_others(graph, numbered)):
         return
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.shape is not None:
             value.shape = ir.Shape([f"size_{size}" if _is_numbered(size) else size for size in value.shape])
 
 
-def _fit_others(graph: Graph, numbered: Collection[str], factor: int) -> bool:
-    """Whether the model's shapes can be inferred with primes times this factor in place of the numbers."""
+def _fit_others(graph: Graph, numbered: Collection[str]) -> bool:
+    """Whether the model's shapes can be inferred with primes, or with multiples of these, in place of the numbers."""
     others = dict(zip(sorted(numbered), primes_of(graph.graph), strict=False))
     shapes = input_sizes(graph.model, {}, frozenset()).shapes(graph.model)
-    changed = {
-        value.name or "": tuple(
-            factor * others[str(size)] if _is_numbered(size) else number
-            for size, number in zip(value.shape or (), shapes[value.name or ""], strict=True)
-        )
-        for value in graph.graph.inputs
-    }
-    return fits(graph, bind_shapes(graph.model, changed), bind_shapes(graph.model, shapes))
+    bound = bind_shapes(graph.model, shapes)
+
+    def changed(factor: int) -> dict[str, Shape]:
+        return {
+            value.name or "": tuple(
+                factor * others[str(size)] if _is_numbered(size) else number
+                for size, number in zip(value.shape or (), shapes[value.name or ""], strict=True)
+            )
+            for value in graph.graph.inputs
+        }
+
+    return any(fits(graph, bind_shapes(graph.model, changed(factor)), bound) for factor in FACTORS)
 
 
 def fixed_size(size: int | ir.SymbolicDim | None) -> int | None:

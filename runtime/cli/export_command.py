@@ -11,10 +11,10 @@ import typer
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.outputs import check_not_inside
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS, there
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import check_not_read
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.requests.limits import MOST_AT_ONCE, MOST_CAPACITY
 from splitc.runtime.serving.genai_folder import export_genai
@@ -170,7 +170,7 @@ def export(
 
 
 def _check_options(context: typer.Context, server: str) -> None:
-    """Raise MisuseError for an unknown server, for options that have no effect with it, and for an output inside."""
+    """Raise MisuseError for an unknown server, options that have no effect with it, and an output in the package."""
     if server not in SERVERS:
         raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
     own, what = SERVERS[server], f"'{server}'"
@@ -180,7 +180,7 @@ def _check_options(context: typer.Context, server: str) -> None:
     allowed = own | {"context", "server", "package", "output", "module", "as_json"}
     if context.params["sequences"] is False and is_given(context, "idle"):
         raise MisuseError("--idle ends sequences, and with --no-sequences there are none: leave out one of them")
-    check_not_inside(context.params["output"], context.params["package"])
+    check_not_read(context.params["output"], [context.params["package"]])
     for parameter in context.command.params:
         if is_given(context, parameter.name) and parameter.name not in allowed:
             raise MisuseError(f"{parameter.opts[0]} has no effect with {what}: leave it out")

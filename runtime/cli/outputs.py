@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_output, is_replaced
+from splitc.runtime.files.written import check_not_read, check_output, is_replaced
 
 
 def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | None]) -> None:
@@ -24,16 +24,9 @@ def check_outputs(outputs: Mapping[str, Path | None], reads: Iterable[Path | Non
 
         data = [file for source in sources if source.suffix == ".onnx" for file in data_files(source)]
         for path in written.values():
-            check_output(path, data)
+            check_not_read(path, data)
     places: dict[str, str] = {}
     for name, path in written.items():
         other = places.setdefault(os.path.realpath(path), name)
         if other != name and is_replaced(path):
             raise MisuseError(f"{other} and {name} are both {path}: choose another name for one of them")
-
-
-def check_not_inside(output: Path, package: Path) -> None:
-    """Raise MisuseError if a folder to write into is a package, or in it: it would not be one any more."""
-    place, source = Path(os.path.realpath(output)), Path(os.path.realpath(package))
-    if place == source or source in place.parents:
-        raise MisuseError(f"{output} would be written into {package}, which is read: choose another folder")

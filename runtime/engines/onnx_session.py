@@ -131,8 +131,7 @@ def data_files(path: Path) -> list[Path]:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, OSError):
         return []
-    entries = (entry for tensor in _external(model) for entry in tensor.external_data if entry.key == "location")
-    return [path.parent / location for location in dict.fromkeys(entry.value for entry in entries)]
+    return [path.parent / name for name in dict.fromkeys(entry.value for entry in _locations(model))]
 
 
 def _moves_first_axis(path: Path) -> bool:
@@ -168,13 +167,17 @@ def _from_the_root(path: Path) -> bytes | None:
     import onnx
 
     model, folder, outside = onnx.load(path, load_external_data=False), path.parent, False
-    for tensor in _external(model):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                file = Path(os.path.realpath(folder / entry.value))
-                outside |= path.resolve().parent not in file.parents
-                entry.value = str(file.relative_to(file.anchor))
+    for entry in _locations(model):
+        file = Path(os.path.realpath(folder / entry.value))
+        outside |= path.resolve().parent not in file.parents
+        entry.value = str(file.relative_to(file.anchor))
     return model.SerializeToString() if outside else None
+
+
+def _locations(model: Any) -> Iterator[Any]:
+    """The entries of a model that name the files of its external data."""
+    for tensor in _external(model):
+        yield from (entry for entry in tensor.external_data if entry.key == "location")
 
 
 def _external(message: Any) -> Iterator[Any]:

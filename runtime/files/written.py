@@ -95,11 +95,17 @@ def check_output(path: Path, read: Iterable[Path]) -> None:
             raise MisuseError(f"can't write {path}: it is a folder")
     except PermissionError as error:  # a folder on the way that may not be looked into
         raise MisuseError(f"can't write {path}: {error.strerror}") from error
+    check_not_read(path, read)
+
+
+def check_not_read(path: Path, read: Iterable[Path]) -> None:
+    """Raise MisuseError if a file or folder to write is one of those that are `read`, or in such a folder."""
     place = Path(os.path.realpath(path))  # unlike resolve(), it accepts circular links
     for source in read:
-        if place == (other := Path(os.path.realpath(source))) or (other.is_dir() and other in place.parents):
-            what = "overwritten, which is read" if other == place else f"written into {source}, which is read"
-            raise MisuseError(f"{path} would be {what}: choose another name")
+        other = Path(os.path.realpath(source))
+        if place == other or (other.is_dir() and other in place.parents):
+            what = f"written into {source}" if other.is_dir() else "overwritten"
+            raise MisuseError(f"{path} would be {what}, which is read: choose another name")
 
 
 @contextmanager

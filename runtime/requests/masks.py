@@ -67,16 +67,15 @@ def find_cache_masks(manifest: Manifest) -> CacheMasks:
     growing = [state for state in manifest.states if state.grows is not None]
     if not growing or manifest.lengths or not all(state.in_place for state in manifest.states):
         return CacheMasks()
-    tokens = of_role(manifest.inputs, "indices")
+    tokens, given = of_role(manifest.inputs, "indices"), of_role(manifest.inputs, "mask")
     # A mask with the shape of the ids is one of the new tokens, and one with a size of other inputs is an encoder's.
     of_new = [tensor.shape for tensor in tokens]
-    states = {state.input for state in manifest.states}
-    others = [tensor for tensor in manifest.inputs if tensor.role is None or tensor.role.kind != "mask"]
-    shapes = [tensor.shape or () for tensor in others if tensor.name not in states]
+    known = {tensor.name for tensor in given} | {state.input for state in manifest.states}
+    shapes = [tensor.shape or () for tensor in manifest.inputs if tensor.name not in known]
     of_others = {size for shape in shapes for size in shape if isinstance(size, str)}
     masks = [
         tensor.name
-        for tensor in of_role(manifest.inputs, "mask")
+        for tensor in given
         if tensor.shape is not None
         and len(tensor.shape) == 2
         and not isinstance(tensor.shape[1], int)

@@ -28,7 +28,7 @@ def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
     """
     if threading.current_thread() is not threading.main_thread():
         return _NEVER
-    handlers = list(filter(callable, map(_signal.getsignal, SIGNALS)))  # without a frame of Python's: requests wait
+    handlers = list(filter(callable, map(_signal.getsignal, SIGNALS)))  # a comprehension would take longer
     outer = handlers[0] if handlers else None
     if isinstance(outer, _Gate) and not outer.is_open and handlers.count(outer) == len(handlers):
         return nullcontext(partial(outer.has_more, outer.count()))

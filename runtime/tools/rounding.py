@@ -54,8 +54,9 @@ def _step(array: npt.NDArray[Any], number: int) -> npt.NDArray[Any]:
 
     A scale that a model computes from all of its numbers follows them if all go up.
     """
-    signs = np.random.default_rng(number).choice((-1, 1), array.shape) if number > 1 else np.array(1 - 2 * number)
-    moved: npt.NDArray[Any] = np.nextafter(array, np.copysign(np.inf, signs).astype(array.dtype))
+    ends = (np.inf, -np.inf)
+    end = ends[number] if number < len(ends) else np.random.default_rng(number).choice(ends, array.shape)
+    moved: npt.NDArray[Any] = np.nextafter(array, np.asarray(end, array.dtype))
     return moved
 
 
