@@ -37,6 +37,7 @@ def find_contradiction(manifest: Manifest) -> str | None:
         _parts,
         _replicas,
         _preamble,
+        _kept_rows,
     )
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
@@ -163,22 +164,40 @@ def _names(manifest: Manifest) -> Iterator[str]:
         shape = shapes.get(state.input)
         if state.grows is not None and shape is not None and not 0 <= state.grows < len(shape):
             yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
-    yield from _lengths(manifest, inputs)
+    yield from _lengths(manifest)
     for name in manifest.batch or {}:
         if name not in (*inputs, *outputs, *added):
             yield f"'{name}', which has a batch, is neither an input nor an output"
 
 
-def _lengths(manifest: Manifest, inputs: Sequence[str]) -> Iterator[str]:
+def _lengths(manifest: Manifest) -> Iterator[str]:
     """Lengths belong to states, and are sizes of inputs."""
-    states = {state.input for state in manifest.states}
+    states, inputs = {state.input for state in manifest.states}, {tensor.name for tensor in manifest.inputs}
     for length in manifest.lengths:
         if length.input in inputs:
             yield f"'{length.input}' is an input, and a length too"
         if not length.states or not states.issuperset(length.states):
             yield f"the length '{length.input}' is of no states"
-        if length.reads is not None and length.reads[0] not in inputs:
-            yield f"the length '{length.input}' is read off '{length.reads[0]}', which is no input"
+        if length.reads is not None:
+            yield from _without_axis(f"the length '{length.input}' is read off", length.reads, manifest.inputs)
+
+
+def _kept_rows(manifest: Manifest) -> Iterator[str]:
+    """Rows that a request keeps are those of outputs, and as many as an input has tokens."""
+    if (kept := manifest.kept_rows) is None:
+        return
+    yield from _without_axis(f"the tokens that '{kept.input}' keeps are counted in", kept.reads, manifest.inputs)
+    for axis in kept.outputs.items():
+        yield from _without_axis(f"'{kept.input}' keeps rows of", axis, manifest.outputs)
+
+
+def _without_axis(what: str, place: tuple[str, int], tensors: Sequence[Tensor]) -> Iterator[str]:
+    name, axis = place
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    if name not in shapes:
+        yield f"{what} '{name}', which there is not"
+    elif (shape := shapes[name]) is not None and not 0 <= axis < len(shape):
+        yield f"{what} axis {axis} of '{name}', which has {len(shape)} axes"
 
 
 def _groups(manifest: Manifest) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 from models.writer import Writer
 from splitc.compiler.operators.operator import Shapes
 from tests.helpers.in_use import BYTES, assert_bytes_are_those_in_use
+from tests.helpers.needs import needs_later_operators
 
 SHAPE = (1, 16, 96, BYTES // (4 * 16 * 96))
 FEEDS = {"x": np.ones(SHAPE, np.float32)}
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[Callable[[Images], ir.Value], list[str]]] = {
 }
 
 
+@needs_later_operators
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_images_stay_in_blocks(tmp_path: Path, case: str, known: bool) -> None:

@@ -15,6 +15,7 @@ from splitc.compiler.execution.fused import fuse
 from splitc.compiler.execution.quantized import repacked_weights
 from splitc.compiler.operators.scratch import between_integers
 from tests.helpers.graphs import read_graph
+from tests.helpers.needs import needs_later_operators
 from tests.helpers.profiles import named, profile, reads
 
 FLOAT = ir.DataType.FLOAT
@@ -91,6 +92,7 @@ def test_bytes_of_a_convolution_in_integers(channels: int, bytes_: tuple[int, ..
     assert between_integers(node, [(2, 4, 32, 32), (channels, 4, 3, 3)], [(2, channels, 30, 30)]) == bytes_
 
 
+@needs_later_operators
 def test_products_read_their_weights_quantized(tmp_path: Path) -> None:
     """Though their data are not: but none with a scale for each row, and none with scales that others have too."""
     w = Writer(opset=21)

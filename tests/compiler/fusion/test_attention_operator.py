@@ -14,6 +14,7 @@ from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
 from tests.conftest import run_whole
+from tests.helpers.needs import needs_later_operators
 from tests.helpers.written_attention import operators
 
 BATCH, LENGTH, ALL, HEADS, SIZE = 2, 5, 7, 4, 8
@@ -91,6 +92,7 @@ FORMS = {
 }
 
 
+@needs_later_operators
 @pytest.mark.parametrize("form", FORMS)
 def test_operator_becomes_multi_head_attention(tmp_path: Path, form: str) -> None:
     made = fused(FORMS[form], tmp_path)

@@ -24,6 +24,7 @@ from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.lengths import length_feeds
 from splitc.runtime.requests.preamble import PreambleEngine
+from tests.helpers.needs import needs_caches
 
 
 def compiled(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Path:
@@ -40,6 +41,7 @@ def operators_of(package: Path) -> Counter[str]:
     return Counter("Rows" if name.startswith("Rows") else name.removesuffix(HALF) for name in names)
 
 
+@needs_caches
 @pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
 def test_a_decoder_is_fused_as_in_float16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Sequence[str]
@@ -53,6 +55,7 @@ def test_a_decoder_is_fused_as_in_float16(
     assert made[1]["GroupQueryAttention"] == 2 and made[1]["Rows"] > 0
 
 
+@needs_caches
 def test_masks_are_computed_on_the_cpu(tmp_path: Path) -> None:
     """With a hidden token, so that engines need the mask. ONNX Runtime has no Where for bfloat16 on CPUs."""
     package = compiled(ir.DataType.BFLOAT16, ["cuda0"], tmp_path)

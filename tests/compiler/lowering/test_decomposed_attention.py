@@ -13,6 +13,7 @@ import pytest
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus
 from tests.conftest import Array, Arrays
+from tests.helpers.needs import needs_caches
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 WIDTH, KV_WIDTH = HEADS * SIZE, KV_HEADS * SIZE
@@ -89,6 +90,7 @@ def decomposed(model: ir.Model) -> ir.Model:
 ROTARY = ", cos, sin"
 
 
+@needs_caches
 @pytest.mark.parametrize(
     ("attributes", "packed", "more"),
     [
@@ -144,6 +146,7 @@ def test_sizes_may_be_symbols_that_are_numbers() -> None:
 WINDOW = 6
 
 
+@needs_caches
 @pytest.mark.parametrize(("new", "before"), [(4, 0), (9, 0), (1, 4), (1, 6), (1, 20), (3, 5), (9, 8)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_caches_that_hold_a_window_evict_rows(new: int, before: int, packed: bool) -> None:
@@ -158,6 +161,7 @@ def test_caches_that_hold_a_window_evict_rows(new: int, before: int, packed: boo
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@needs_caches
 def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
     kept = f"local_window_size = {WINDOW}, sliding_window_cache = 1"
     feeds = request([9, 5], 1, 8, WINDOW)
@@ -170,6 +174,7 @@ def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
             np.testing.assert_allclose(ours[row, :, :filled], theirs[row, :, :filled], rtol=1e-5, atol=1e-6)
 
 
+@needs_caches
 def test_sinks_beside_a_mask_are_decomposed_in_half_precision_too() -> None:
     """Kernels that know sinks take no mask."""
     model, feeds = attention("causal = 1", more=", , , , bias, sinks"), request([9], 1, 8, 16)

@@ -24,6 +24,7 @@ from splitc.runtime.engines.operator_library import is_built
 from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.cuda_on_host import COMPILER, compile_on_host
+from tests.helpers.needs import needs_later_operators
 
 SCALARS = {"low": -1, "high": 1.5, "half": 0.5, "one": 1, "root": 1.4142, "two": 2, "three": 3}
 TYPES: dict[str, Any] = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -187,6 +188,7 @@ def test_kernels_compute_what_their_functions_do(tmp_path: Path, monkeypatch: py
     operators.release()
 
 
+@needs_later_operators
 @pytest.mark.skipif(COMPILER is None or not is_built(), reason="needs a C++ compiler")
 def test_kernels_of_bfloat16_compute_what_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime has no operators of bfloat16 on CPUs, so the model in float32 is the reference."""

@@ -21,6 +21,7 @@ from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import run_whole
 from tests.helpers.blocks import Block
+from tests.helpers.needs import needs_later_operators
 
 
 def length(block: Block, value: ir.Value) -> ir.Value:
@@ -163,6 +164,7 @@ def engine(package: Path) -> ir.Graph:
     return ir.from_proto(onnx.shape_inference.infer_shapes(model)).graph
 
 
+@needs_later_operators
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_copied_and_results_stay_the_same(form: Callable[[Block, ir.Value], None], tmp_path: Path) -> None:
     model, block = written(tmp_path, form)

@@ -19,6 +19,7 @@ from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime import Session
 from tests.conftest import run_whole
+from tests.helpers.needs import needs_later_operators
 
 # Two heads of 8 for queries, one for keys and values.
 WIDTH, SIZE = 24, 8
@@ -87,6 +88,7 @@ def test_a_weight_that_a_request_may_replace_is_left_alone() -> None:
     assert [node.op_type for node in graph].count("MatMul") == 3
 
 
+@needs_later_operators
 def test_weights_that_an_exporter_transposes_are_joined(tmp_path: Path) -> None:
     body = " ".join(f"t{name} = Transpose <perm = [1, 0]> (w{name})  {name} = MatMul (x, t{name})" for name in "qkv")
     model = written(body)

@@ -11,6 +11,7 @@ import pytest
 from splitc.compiler.fusion.lengths import BRANCH_NODES, SEVERAL_ROWS
 from splitc.compiler.lowering.several_rows import take_several_rows
 from tests.conftest import Array, Arrays
+from tests.helpers.needs import needs_caches
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -41,6 +42,7 @@ def request(rows: int, new: int, before: int, room: int) -> Arrays:
     return {**feeds, "last": np.full(rows, after - 1, np.int32), "total": np.array([after], np.int32)}
 
 
+@needs_caches
 @pytest.mark.parametrize(
     ("attributes", "more"),
     [

@@ -15,6 +15,7 @@ from splitc.compiler.modes.rows import NoRowsError
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import FLOAT, INT, Block
+from tests.helpers.needs import needs_later_operators
 
 WIDTH, HEADS, TOKENS = 32, 2, 3
 
@@ -127,6 +128,7 @@ def of_a_table(b: Block, x: ir.Value) -> Iterator[ir.Value]:
     yield b.op("Reshape", b.op(f"{domain}ArrayFeatureExtractor", b.w("names", 1, 2), best), b.ints(-1, 1))
 
 
+@needs_later_operators
 def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
     b = Block(20)
     x = b.data("x", (4, 20), ["batch", 20])

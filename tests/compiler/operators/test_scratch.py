@@ -14,6 +14,7 @@ import pytest
 
 from models.writer import Writer, save
 from splitc.compiler.operators.registry import REGISTRY
+from tests.helpers.needs import needs_later_operators
 
 Case = tuple[str, str, list[tuple[int, ...] | None], Mapping[str, Any]]
 B, S, N, D = 2, 512, 8, 64
@@ -64,6 +65,7 @@ def run_counted(w: Writer, feeds: Mapping[str, Any], folder: Path) -> tuple[Any,
     return result, sum(int(row[4]) for row in rows)
 
 
+@needs_later_operators
 @pytest.mark.parametrize("asked", [{}, {"causal": 0}, {"softcap": 5.0}])
 def test_scores_of_grouped_queries(tmp_path: Path, asked: Mapping[str, Any]) -> None:
     """All scores are allocated if the flash kernel does not support the request."""

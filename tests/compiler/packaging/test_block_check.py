@@ -25,6 +25,7 @@ from splitc.runtime.errors import FeedError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.threads.progress import listening
 from tests.conftest import DECODER
+from tests.helpers.needs import needs_caches
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,7 @@ def test_blocks_with_operators_of_gpus_are_compared(tmp_path: Path) -> None:
     assert b"GroupNorm" in compared_engine(model, tmp_path)
 
 
+@needs_caches
 def test_blocks_of_decoders_read_filled_caches(tmp_path: Path) -> None:
     """On GPUs' operators too, which take several tokens behind a cache in a batch of one row only."""
     save(build(replace(DECODER, layers=4, dtype=ir.DataType.FLOAT16)), tmp_path / "model.onnx")

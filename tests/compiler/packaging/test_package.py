@@ -25,6 +25,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.threads.progress import listening
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
+from tests.helpers.needs import needs_caches
 from tests.helpers.operators import as_float, stored
 
 
@@ -241,6 +242,7 @@ def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> No
             assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
+@needs_caches
 def test_made_up_caches_of_two_lengths_are_not_compared(decoder: Path, tmp_path: Path) -> None:
     """As torch.export names them: each cache has its own symbol, and the package takes one length."""
     proto = onnx.load(decoder)

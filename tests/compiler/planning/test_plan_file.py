@@ -21,6 +21,7 @@ from splitc.runtime import DoesNotFitError, MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import damage_json, seeds
+from tests.helpers.needs import needs_caches
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,7 @@ def test_device_is_no_plan(decoder: Path) -> None:
         plan_from_file(decoder, Path("/dev/zero"))
 
 
+@needs_caches
 def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     """The caller feeds and gets a state that was removed; a state that the model lacks is refused."""
     path = tmp_path / "plan.json"

@@ -18,6 +18,7 @@ from splitc.runtime.errors import DoesNotFitError, EngineError
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.feeds import LAYERS
+from tests.helpers.needs import needs_caches
 from tests.helpers.packages import compile_mode
 
 SMALL, LARGE = decoder_feeds(batch=1, new=2, past=4), decoder_feeds(batch=64, new=64, past=64)
@@ -37,6 +38,7 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
                 np.testing.assert_array_equal(value, expected[name])
 
 
+@needs_caches
 def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path: Path) -> None:
     """Unused ones are dropped first. Engines with slots have the limit too."""
     shapes = {name: value.shape for name, value in SMALL.items()}

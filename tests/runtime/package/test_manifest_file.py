@@ -222,6 +222,16 @@ def test_groups_that_do_not_fit(stages: Path) -> None:
     refused(stages, lambda m: m["ranks"][0]["engines"][0].update(group=[1]), "has collectives with the ranks")
 
 
+def test_rows_to_keep_are_those_of_a_tensor(copy: Path) -> None:
+    refused(copy, lambda m: m["kept_rows"].update(reads=["words", 1]), "counted in 'words', which there is not")
+    refused(
+        copy, lambda m: m["kept_rows"].update(reads=["input_ids", 2]), "counted in axis 2 of 'input_ids', which has"
+    )
+    refused(
+        copy, lambda m: m["kept_rows"].update(reads=["input_ids", 1], outputs={"logits": 3}), "keeps rows of axis 3"
+    )
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", seeds(1))
 def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: Path, seed: int) -> None:

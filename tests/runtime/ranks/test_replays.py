@@ -34,7 +34,7 @@ from tests.helpers.blocks import Block
 from tests.helpers.fake_gpu_sessions import package
 from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend
 from tests.helpers.grouped_rows import Grouped
-from tests.helpers.needs import needs_gated_experts
+from tests.helpers.needs import needs_gated_experts, needs_later_operators
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
@@ -469,6 +469,7 @@ def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> No
                 assert_close(sequence.run({"x": step}), expected.run({"x": step}))
 
 
+@needs_later_operators
 @pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]])
 @pytest.mark.parametrize("style", [Style(), Style(sinks=True, dtype=onnx.TensorProto.FLOAT16)])
 def test_tokens_whose_attention_is_written_out_are_replayed(

@@ -24,6 +24,7 @@ from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whol
 from tests.helpers.blocks import Block
 from tests.helpers.freed import code_as_freed
 from tests.helpers.greedy import plain_loop
+from tests.helpers.needs import needs_later_operators
 from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
@@ -218,6 +219,7 @@ SCATTERS = {
 }
 
 
+@needs_later_operators
 @pytest.mark.parametrize("name", SCATTERS)
 def test_states_of_a_size_are_written_where_they_are(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +302,7 @@ def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monke
         assert len(forgotten) == 1
 
 
+@needs_later_operators
 def test_an_engine_that_lacks_room_in_a_cache_is_explained(tmp_path: Path) -> None:
     """The filled length is in a mask, so that only the engine knows when the cache is full."""
     size = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=64, vocabulary=50)
