@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.convolutions import ACTIVATIONS, CONVOLUTIONS, resolve
+from splitc.compiler.execution.convolutions import ACTIVATIONS, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused
@@ -76,7 +76,7 @@ class _Image:
 
 def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
     """Whether any of the nodes can make a blocked image."""
-    return any(node.op_type in (*CONVOLUTIONS, *POOLS) for node in nodes)
+    return any(node.op_type in ("Conv", *POOLS) for node in nodes)
 
 
 class BlockWalk:
@@ -141,7 +141,7 @@ class BlockWalk:
         return read
 
     def _visit(self, node: ir.Node) -> None:
-        if node.op_type in CONVOLUTIONS:
+        if node.op_type == "Conv":
             self._convolve(node)
         elif node.op_type in POOLS and not node.domain and len(node.outputs) == 1:
             self._pool(node)
@@ -246,7 +246,7 @@ class BlockWalk:
 
     def _activate(self, node: ir.Node, read: ir.Value) -> None:
         image = self._images[read]
-        may_join = node.op_type in FOLLOWING and image.maker.op_type in CONVOLUTIONS and image.value not in self._active
+        may_join = node.op_type in FOLLOWING and image.maker.op_type == "Conv" and image.value not in self._active
         self._take(node, read)
         if may_join and self._uses[read] == 1:
             self._active.add(image.value)
@@ -278,7 +278,7 @@ class BlockWalk:
         self._make(node, self._shapes(node)[1][0], images[0].origins if fit else new_origins(node))
 
     def _may_add(self, value: ir.Value, image: _Image) -> bool:
-        is_convolution = image.maker.op_type in CONVOLUTIONS and image.maker not in self._added
+        is_convolution = image.maker.op_type == "Conv" and image.maker not in self._added
         return is_convolution and self._uses[value] == 1 and image.value not in self._active
 
     def _join(self, node: ir.Node, image: _Image) -> None:

@@ -9,10 +9,9 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes, Reads
 
-CONVOLUTIONS = ("Conv", "FusedConv")
 # What a convolution's kernel can apply to its results (core/optimizer/conv_activation_fusion.cc).
 ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "HardSigmoid", "HardSwish", "Clip")
-PADDED = (*CONVOLUTIONS, "AveragePool", "MaxPool")
+PADDED = ("Conv", "AveragePool", "MaxPool")
 
 
 def find_parts(nodes: Nodes) -> dict[ir.Value, ir.Value]:
@@ -27,7 +26,7 @@ def find_parts(nodes: Nodes) -> dict[ir.Value, ir.Value]:
     made = {value for node in nodes.order for value in node.outputs}
     parts: dict[ir.Value, ir.Value] = {}
     for node in nodes.order:
-        if node.op_type in CONVOLUTIONS:
+        if node.op_type == "Conv":
             _follow(node, nodes, parts)
         elif node.op_type == "Pad" and _adds_zeros(node, nodes.reads, made) and node.inputs[0] is not None:
             after = nodes.only_reader(node.outputs[0])

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.activations import take_out_activations
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.counted import count_by_range
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
@@ -52,6 +53,7 @@ def lift(model: ir.Model) -> None:
     count_by_range(model)
     copy_selections(model.graph)
     take_out_norms(model)
+    take_out_activations(model)
 
 
 def name_apart(model: ir.Model) -> None:

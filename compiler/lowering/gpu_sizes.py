@@ -37,7 +37,7 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
-CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
+CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
 
 
 def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:

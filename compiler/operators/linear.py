@@ -73,22 +73,6 @@ def gemm(op: Operation) -> None:
         op.add_on_one_rank = frozenset([2])
 
 
-def activated(rule: AxesRule) -> AxesRule:
-    """The rule of a product with a fused activation: it can't be partial, as the activation needs the whole sum.
-
-    A convolution may add another image before the activation.
-    """
-
-    def relate(op: Operation) -> None:
-        rule(op)
-        op.whole([op.contracted], "its activation needs the whole sum")
-        op.contracted, op.add_on_one_rank, op.linear = (), frozenset(), ()
-        if op.has(3):
-            op.broadcast(op.input(3), op.output())
-
-    return relate
-
-
 def einsum(op: Operation) -> None:
     sources, arrow, result = op.node.attributes.get_string("equation", "").replace(" ", "").partition("->")
     terms = [_labels(term, len(axes or ())) for term, axes in zip(sources.split(","), op.inputs, strict=True)]
@@ -264,18 +248,9 @@ def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes)
     return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
-def shape_of(name: str) -> ShapeFunction:
-    """The shape function of a standard ONNX operator, looked up when it is called: it is registered later."""
-
-    def infer(context: Any, node: ir.Node) -> None:
-        registry.get("", name, 13)(context, node)  # type: ignore[misc]  # never None for these
-
-    return infer
-
-
 def integer_product_shape(context: Any, node: ir.Node) -> None:
     """The shape of a MatMul, in the type of the first scale."""
-    shape_of("MatMul")(context, node)
+    registry.get("", "MatMul", 13)(context, node)  # type: ignore[misc]  # never None for it
     if (scale := node.inputs[2]) is not None and scale.dtype is not None:
         node.outputs[0].dtype = scale.dtype
 
@@ -283,22 +258,6 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 def _matrix(name: str, axes: AxesRule, flops: Flops, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
     """An entry for a product whose CPU kernel packs its second input, a matrix."""
     return Operator(name, axes, flops, shapes, is_product=True, matrix_input=1, padding=scratch.matrix_padding, **more)
-
-
-def _convolution(name: str, axes: AxesRule, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
-    """An entry for a convolution whose CPU kernel may work on blocks of channels (NCHWc)."""
-    return Operator(
-        name,
-        axes,
-        convolution_flops,
-        shapes,
-        is_product=True,
-        scratch=scratch.convolution,
-        padding=scratch.kernel_in_blocks,
-        takes_blocks=True,
-        nodes=3,
-        **more,
-    )
 
 
 OPERATORS = (
@@ -309,10 +268,20 @@ OPERATORS = (
     ),
     _matrix("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops),
     _matrix("Gemm", gemm, gemm_flops, scaling_attributes={2: "beta"}),
-    _matrix("com.microsoft.FusedGemm", activated(gemm), gemm_flops, shape_of("Gemm")),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
-    _convolution("Conv", convolution, half_scratch=scratch.half_convolution, gpu_bias=2),
-    _convolution("com.microsoft.FusedConv", activated(convolution), shape_of("Conv")),
+    # Its CPU kernel may work on blocks of channels (NCHWc).
+    Operator(
+        "Conv",
+        convolution,
+        convolution_flops,
+        is_product=True,
+        scratch=scratch.convolution,
+        half_scratch=scratch.half_convolution,
+        padding=scratch.kernel_in_blocks,
+        takes_blocks=True,
+        nodes=3,
+        gpu_bias=2,
+    ),
     Operator("DeformConv", deformed_convolution, convolution_flops, is_product=True),
     Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(

@@ -18,7 +18,7 @@ needs_gated_experts = pytest.mark.skipif(
     not computes_gates(), reason="the operator MoE of the ONNX Runtime that is installed computes no gates"
 )
 IS_OLD = ort.__version__.startswith("1.23.")
-# Kernels and forms of operators that came later: FusedConv of blocks with a sum, DeformConv, opset 24, Max of bytes.
+# Kernels and forms of operators that came later: DeformConv, opset 24, Max of bytes.
 needs_later_operators = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 lacks a form of an operator")
 needs_empty_weights = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 divides by the size of an empty weight")
 needs_float8_outputs = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 gives no float8 as an output")

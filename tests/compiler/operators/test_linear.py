@@ -102,31 +102,6 @@ def fused_products() -> Block:
     return b
 
 
-def activated_products() -> Block:
-    """Each activation needs its sum whole."""
-    b = Block()
-    x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
-    wide = b.op("com.microsoft.FusedGemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, activation="Relu")
-    back = b.op("MatMul", wide, b.w("B", INNER, 12))
-    inner = b.op("Tanh", b.op("MatMul", x, b.w("C", 12, INNER)))
-    whole = b.op("com.microsoft.FusedGemm", inner, b.w("D", INNER, 12), activation="Tanh")
-    b.give(b.op("Add", back, whole), shape=["t", 12])
-    return b
-
-
-def activated_convolutions() -> Block:
-    """Another image, with as many rows as channels, is added before the activation."""
-    b = Block()
-    x = b.op("Softmax", b.data("x", (6, 6, 4, 4), ["n", 6, "h", "w"]), axis=1)
-    other = b.op("Conv", x, b.w("O", INNER, 6, 1, 1))
-    weight = b.w("A", INNER, 6, 3, 3), b.w("a", INNER)
-    wide = b.op("com.microsoft.FusedConv", x, *weight, other, activation="Relu", pads=[1] * 4)
-    back = b.op("Conv", wide, b.w("B", 6, INNER, 1, 1))
-    last = b.op("com.microsoft.FusedConv", back, b.w("C", 6, 6, 1, 1), None, x, activation="Sigmoid")
-    b.give(b.op("Softmax", last, axis=1), shape=["n", 6, "h", "w"])
-    return b
-
-
 def causal() -> Block:
     """A convolution for each channel, with the places before the first one as its state."""
     b = Block()
@@ -240,8 +215,6 @@ GRAPHS: dict[str, Tiny] = {
     ),
     "com.microsoft.FusedMatMul": Tiny(fused_products, "AB", sums=1),
     "Gemm": Tiny(gemm, {"A", "a", "B"}, {"b"}, sums=1, shares=SHARES),
-    "com.microsoft.FusedGemm": Tiny(activated_products, {"A", "a", "B"}, "CD", sums=1, shares=SHARES),
-    "com.microsoft.FusedConv": Tiny(activated_convolutions, "OAaB", "C", sums=1, shares=SHARES),
     "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
     "com.microsoft.CausalConvWithState": Tiny(causal, ["A", "own", "shift", "B"], sums=1, shares=SHARES),
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),

@@ -38,7 +38,6 @@ from tests.compiler.operators import (
 from tests.conftest import whole_session
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
 from tests.helpers.graphs import read_graph
-from tests.helpers.needs import IS_OLD
 from tests.helpers.operators import HIDDEN, Middle, having, sandwich, through
 
 
@@ -332,8 +331,6 @@ def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", having("shapes"))
 def test_shape_functions_agree_with_onnx_runtime(name: str, tmp_path: Path) -> None:
     """They are those of ONNX Runtime. A size that depends on data has a symbol that no input has."""
-    if IS_OLD and name == "com.microsoft.FusedConv":
-        pytest.skip("ONNX Runtime 1.23 refuses a convolution in blocks with a sum")
     families = (test_indexing, test_linear, test_qlinear, test_quantized, test_tabular)
     graphs = {name: graph for family in families for name, graph in family.GRAPHS.items()}
     b = graphs[name].build()
