@@ -17,7 +17,7 @@ from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import parse_bytes
+from splitc.runtime.units import parse_bytes, whole_number
 
 # Where the weights of CPU devices are: packed in memory, or in read-only maps of their files.
 HOST, DISK = "host", "disk"
@@ -299,8 +299,12 @@ class Request:
         places = [self.place] if isinstance(self.place, str) else self.place
         read = [parse_places([place])[0] if isinstance(place, str) else place for place in places]
         object.__setattr__(self, "place", tuple(read))
-        if isinstance(self.experts, str):
-            object.__setattr__(self, "experts", parse_experts(self.experts))
+        for name, option in options_of_requests().items():
+            value = getattr(self, name)
+            if isinstance(value, str) and option.kind in (str, str | None):
+                object.__setattr__(self, name, option.read(value))
+            elif option.minimum is not None and value is not None:
+                object.__setattr__(self, name, whole_number(option.flag, value, option.minimum))
 
     @property
     def asked_shapes(self) -> AskedShapes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.units import whole_number
 
 # Lower temperatures choose as 0 does: logits divided by them would be infinite.
 COLDEST = 1e-6
@@ -29,14 +31,16 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise MisuseError(f"temperature {self.temperature}: it is 0 (the likeliest token) or more")
-        if not 0 < self.top_p <= 1:
-            raise MisuseError(f"top-p {self.top_p}: it is above 0 and at most 1")
-        if self.top_k < 0:
-            raise MisuseError(f"top-k {self.top_k}: it is 0 (all tokens) or more")
-        if self.seed < 0:
-            raise MisuseError(f"seed {self.seed}: it is 0 or more")
+        if not _is_real(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise MisuseError(f"temperature {self.temperature!r}: it is 0 (the likeliest token) or more")
+        if not _is_real(self.top_p) or not 0 < self.top_p <= 1:
+            raise MisuseError(f"top-p {self.top_p!r}: it is above 0 and at most 1")
+        whole_number("top-k", self.top_k, 0, of=" of tokens (0: all)")
+        whole_number("seed", self.seed, 0)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from splitc.runtime.errors import EngineError
+from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.generate.sampling import Sampling, choose_token
 
 
@@ -28,3 +30,18 @@ def test_logits_that_are_no_numbers_are_said(temperature: float) -> None:
     with pytest.raises(EngineError, match="no token may come next"):
         choose_token(np.full(3, -np.inf, np.float32), sampling, generator)
     assert choose_token(np.array([2, np.inf, -np.inf], np.float32), sampling, generator) == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"temperature": "0.7"}, "temperature '0.7': it is 0 .the likeliest token. or more"),
+        ({"temperature": float("nan")}, "temperature nan: it is 0"),
+        ({"top_p": 0}, "top-p 0: it is above 0 and at most 1"),
+        ({"top_k": 2.5}, "top-k 2.5: it is a number of tokens .0: all. from 0 on"),
+        ({"seed": None}, "seed None: it is a number from 0 on"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
+        Sampling(**numbers)
