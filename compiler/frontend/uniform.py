@@ -76,9 +76,10 @@ def _repeats_one(node: ir.Node, source: ir.Value | None) -> bool:
 
 
 def _dequantizes_bias(node: ir.Node, source: ir.Value | None) -> bool:
-    """Whether a node dequantizes a list of numbers."""
-    is_list = source is not None and source.const_value is not None and len(source.const_value.shape) == 1
-    return is_list and operator_of(node).dequantizes
+    """Whether a node dequantizes numbers along one axis: a bias, or the scales of channels."""
+    if source is None or source.const_value is None or not operator_of(node).dequantizes:
+        return False
+    return sum(size > 1 for size in source.const_value.shape.numpy()) == 1
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:

@@ -42,6 +42,11 @@ def dequantized(b: Block, number: float, _: ir.Value) -> ir.Value:
     return b.op("DequantizeLinear", bias, b.constant(number + 0.5, np.float32))
 
 
+def dequantized_row(b: Block, number: float, _: ir.Value) -> ir.Value:
+    bias = b.weight("zeros", ir.tensor(np.zeros((1, 16), np.int32)))
+    return b.op("DequantizeLinear", bias, b.constant(number + 0.5, np.float32))
+
+
 def mixture(number: float, made: Bias) -> Block:
     """A layer to 16 columns and back to 16, with one bias for both."""
     b = Block()
@@ -53,7 +58,7 @@ def mixture(number: float, made: Bias) -> Block:
     return b
 
 
-@pytest.mark.parametrize("made", [for_each_row, picked, repeated, filled, dequantized])
+@pytest.mark.parametrize("made", [for_each_row, picked, repeated, filled, dequantized, dequantized_row])
 def test_each_use_is_cut_by_itself(tmp_path: Path, made: Bias) -> None:
     """So one sum suffices. Otherwise A's columns are those that Softmax needs whole, and have to be gathered."""
     for plan in check_split(mixture(0, made), tmp_path, ["A", "B"]):
