@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
@@ -187,7 +188,72 @@ def _of_picked_sizes(rule: Rule) -> Rule:
     return infer
 
 
+def _of_certain_scales(place: int) -> Callable[[Rule], Rule]:
+    """The rule of Resize or Upsample, corrected: a size is unknown where the precision of its scale decides it.
+
+    Of 10 x 0.7 kernels make 7, in single precision, and the rule 6. So does ONNX Runtime's own rule, by which it folds
+    a Shape of the result: whoever reads the size must get it from ONNX Runtime. `place`: of the scales among the
+    inputs.
+    """
+
+    def correct(rule: Rule) -> Rule:
+        def infer(context: Any, node: ir.Node) -> None:
+            rule(context, node)
+            data, made = node.inputs[0], node.outputs[0]
+            scales = node.inputs[place] if len(node.inputs) == place + 1 else None
+            if data is None or data.shape is None or made.shape is None or scales is None or scales.const_value is None:
+                return
+            axes = node.attributes.get_ints("axes", range(len(data.shape)))
+            factors = dict(zip(axes, np.asarray(scales.const_value.numpy(), np.float32), strict=False))
+            pairs = enumerate(zip(data.shape, made.shape, strict=True))
+            sizes = [size if _is_certain(old, size, factors.get(axis)) else None for axis, (old, size) in pairs]
+            made.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
+
+        return infer
+
+    return correct
+
+
+def _is_certain(old: int | ir.SymbolicDim, size: int | ir.SymbolicDim, factor: np.float32 | None) -> bool:
+    """Whether a kernel that multiplies in single precision makes an axis of this size."""
+    return not isinstance(old, int) or factor is None or size == int(np.float32(old) * factor)
+
+
+def _of_short_kernels(rule: Rule) -> Rule:
+    """The rule of ConvTranspose, corrected: with `auto_pad`, nothing pads what a kernel shorter than a stride leaves.
+
+    ComputeTransposePadAndOutputShape in ONNX Runtime's core/providers/cpu/nn/conv_transpose_attributes.h.
+    """
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        made, weight = node.outputs[0], node.inputs[1]
+        is_padded = node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
+        if (
+            not is_padded
+            or made.shape is None
+            or weight is None
+            or weight.shape is None
+            or "output_shape" in node.attributes
+        ):
+            return
+        sizes = list(made.shape)
+        kernel = node.attributes.get_ints("kernel_shape", list(weight.shape)[2:])
+        ones = [1] * len(kernel)
+        strides, dilations = (node.attributes.get_ints(name, ones) for name in ("strides", "dilations"))
+        added = node.attributes.get_ints("output_padding", [0] * len(kernel))
+        for axis, (length, stride, dilation, more) in enumerate(zip(kernel, strides, dilations, added, strict=True), 2):
+            if isinstance(length, int):
+                sizes[axis] = sizes[axis] - max(0, stride - more - (length - 1) * dilation - 1)
+        made.shape = ir.Shape(sizes)
+
+    return infer
+
+
 CORRECTED = {
+    ("", "Resize"): _of_certain_scales(2),
+    ("", "Upsample"): _of_certain_scales(1),
+    ("", "ConvTranspose"): _of_short_kernels,
     ("", "ConstantOfShape"): _of_named_sizes,
     ("", "Reshape"): _in_numbers,
     ("", "OneHot"): _of_picked_sizes,

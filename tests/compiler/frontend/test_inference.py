@@ -6,14 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import sympy
+from onnx import numpy_helper
 from onnx_shape_inference import _constraints, infer_symbolic_shapes, registry
 
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend import inference
 from splitc.compiler.frontend.normal_form import replace_cast_like
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
@@ -258,3 +265,28 @@ def test_factors_are_cancelled_as_the_library_does() -> None:
     )
     for one, other in pairs:
         assert inference._without_common_factor(one, other) == _constraints._reduce_common_factor(one, other)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "b = Resize <mode = {nearest}> (a, , s)",
+        "b = ConvTranspose <auto_pad = {same}, strides = [3, 3]> (a, short)",
+    ],
+)
+def test_images_of_fixed_size_have_the_size_that_kernels_give_them(tmp_path: Path, node: str) -> None:
+    """10 x 0.7 in single precision is 7; a kernel of 2 with a stride of 3 ends one place before 30."""
+    node = node.format(nearest='"nearest"', same='"SAME_UPPER"')
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]> g (float[1, 2, 10, 10] x) => (float[1, 2, m, n] y)
+        <float[4] s = {{1, 1, 0.7, 0.7}}> {{ a = Conv (x, first)  {node}  c = Conv (b, wide)  y = Conv (c, last) }}"""
+    )
+    random, path = np.random.default_rng(0), tmp_path / "model.onnx"
+    shapes = {"first": (64, 2, 1, 1), "short": (64, 64, 2, 2), "wide": (256, 64, 1, 1), "last": (2, 256, 1, 1)}
+    for name, shape in shapes.items():
+        model.graph.initializer.append(numpy_helper.from_array(random.random(shape, np.float32), name))
+    onnx.save(model, path)
+    compile_model(plan_model(path, ["2xcpu"], Request(split_mode="layer", spread=True)), tmp_path / "package")
+    feeds = {"x": random.random((1, 2, 10, 10), np.float32)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(path, feeds))
