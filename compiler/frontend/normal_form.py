@@ -22,6 +22,7 @@ from splitc.compiler.frontend.sequences import replace_sequences
 from splitc.compiler.frontend.stacked_weights import part_stacks
 from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.nodes import unused_name
 
 
 def lift(model: ir.Model) -> None:
@@ -91,7 +92,8 @@ class NameInitializerOutputs(ir.passes.InPlacePass):
             node = ir.node("Identity", [value])
             model.graph.append(node)
             output = node.outputs[0]
-            name, value.name = value.name, f"{value.name}_initializer"
+            # Another pass may have folded an Identity that was inserted before.
+            name, value.name = value.name, unused_name(f"{value.name}_initializer", model.graph.initializers)
             output.name, output.type, output.shape = name, value.type, value.shape
             model.graph.outputs[index] = output
         return ir.passes.PassResult(model, bool(indices))

@@ -90,7 +90,8 @@ class _Wanted:
             array = read_tensor(feed) if is_tensor(feed) else np.asarray(feed)
         except Exception as error:  # whatever the object's own conversion raises
             raise FeedError(f"the feed of '{self._tensor.name}' can't be converted to an array: {error}") from error
-        if array.dtype.type is np.void and array.dtype.itemsize == self._dtype.itemsize:
+        # isbuiltin is 1 for numpy's own types.
+        if array.dtype == f"V{self._dtype.itemsize}" and self._dtype.isbuiltin != 1:
             return array.view(self._dtype)
         return array
 

@@ -68,6 +68,17 @@ def test_outputs_that_are_inputs_or_weights_keep_their_names(write_model: WriteM
     assert all(value.producer() is not None for value in graph.graph.outputs)
 
 
+def test_an_output_may_be_a_small_weight_that_is_read_too(write_model: WriteModel) -> None:
+    """Its Identity is folded, and inserted again."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 2] x) => (float[n, 2] y, float[1] scale) <float[1] scale = {2}, float[2, 2] w = {1, 2, 3, 4}>
+        { a = MatMul(x, w)  y = Mul(a, scale) }"""
+    )
+    plan = plan_model(path, ["cpu0"], Request())
+    assert [output.name for output in plan.analysis.graph.outputs] == ["y", "scale"]
+
+
 def test_model_that_computes_nothing(write_model: WriteModel) -> None:
     path = write_model('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] x) { }')
     with pytest.raises(ModelError, match="all its outputs are inputs"):

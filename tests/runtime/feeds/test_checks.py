@@ -95,3 +95,15 @@ def test_one_name_for_two_sizes(mode: str, model: str, same: bool, write_model: 
                 continue
             expected = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, feeds)
             assert all(map(np.array_equal, session.run(feeds).values(), expected))
+
+
+def test_records_are_no_numbers(write_model: WriteModel, tmp_path: Path) -> None:
+    """Pixels of four bytes, for one, have as many as a float."""
+    path = write_model(f'<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y) '
+                       f'<float[4, 4] w = {UNIT}> {{ y = MatMul(x, w) }}')  # fmt: skip
+    compile_model(plan_model(path, ["cpu0"], Request()), tmp_path / "package", verify=False)
+    pixels = np.zeros((2, 4), [(channel, "u1") for channel in "rgba"])
+    with Session(tmp_path / "package") as session:
+        for feed in (pixels, np.zeros((2, 4), "V4")):
+            with pytest.raises(FeedError, match=r"input 'x' is .*, and the model takes float32"):
+                session.run({"x": feed})
