@@ -20,7 +20,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
-from splitc.compiler.request.request import ROW_MIN, Request
+from splitc.compiler.request.request import PLACING, ROW_MIN, WHY_NOT_PLACED, Request
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.asked import open_adapter
@@ -117,12 +117,17 @@ def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
 
 
 def _check_placed(analysis: Analysis, file: PlanFile) -> dict[ir.Value, str]:
-    """The placed weights with their devices. Raises MisuseError for an unknown weight, or a device that has blocks."""
+    """The placed weights with their devices.
+
+    Raises MisuseError for an unknown weight, a device that has blocks, or a mode that places none.
+    """
     weights = {weight.name: weight for weight in weight_uses(analysis.graph)}
     size = len(file.ranks) // max(1, file.batch_groups)
     devices = [rank.device for rank in file.ranks[:size]]
     for name, device in file.placed.items():
         line = f'the plan has the line "{name}: {device}" under "placed"'
+        if file.split_mode not in PLACING:
+            raise MisuseError(f"{line}{WHY_NOT_PLACED}")
         if name not in weights:
             raise MisuseError(f"{line}, and the model has no such weight")
         if device not in devices[1 + max(file.blocks.values(), default=0) :]:

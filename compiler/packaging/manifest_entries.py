@@ -22,6 +22,7 @@ from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.request import DISK
+from splitc.compiler.sharding.axis_map import find_axes, probe_sizes
 from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
@@ -83,8 +84,11 @@ def make_manifest(
 
 def _batch(plan: Plan) -> dict[str, int] | None:
     """The batch's axis of each input and output, including inputs that only the preamble reads."""
-    rows = dict(plan.replicas.rows) if plan.replicas else find_batch(plan.analysis.graph, plan.split.axis_map)
-    preamble = plan.analysis.preamble
+    analysis = plan.analysis
+    # Axes of tensor mode are whole at placed weights.
+    axis_map = find_axes(analysis.graph, probe_sizes(analysis)) if analysis.partition.placed else plan.split.axis_map
+    rows = dict(plan.replicas.rows) if plan.replicas else find_batch(analysis.graph, axis_map)
+    preamble = analysis.preamble
     return rows if rows is None or preamble is None else {**preamble.batch, **rows}
 
 

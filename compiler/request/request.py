@@ -28,7 +28,7 @@ DEFAULT_HEADROOM = 1 << 30
 ROW_MIN = 256
 # The modes that put weights on other devices than the blocks.
 PLACING = ("layer", "tensor", "batch")
-_PLACED = ": in row mode the main device holds all that is not sliced"
+WHY_NOT_PLACED = ": in row mode the main device holds all that is not sliced"
 
 
 def _read_shares(text: str | None) -> list[float] | None:
@@ -145,7 +145,7 @@ class Request:
         shown=[],
         help="Put weights of matching names on a device; the first match counts.",
         only=PLACING,
-        why=_PLACED,
+        why=WHY_NOT_PLACED,
         planned=_used_up,
     )
     experts: ExpertsPlace | None = request_field(
@@ -156,7 +156,7 @@ class Request:
         read=parse_experts,
         help="Put the experts of all, or the first LAYERS, layers there.",
         only=PLACING,
-        why=_PLACED,
+        why=WHY_NOT_PLACED,
         planned=_used_up,
     )
     memory: Sequence[str] = request_field(

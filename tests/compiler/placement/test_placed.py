@@ -194,6 +194,14 @@ def test_edited_plan_moves_a_weight_back(tmp_path: Path, mixtures: Mixtures) -> 
         plan_from_file(model, path)
 
 
+def test_edited_plan_of_row_mode_places_nothing(decoder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(plan_model(decoder, "2xcpu", Request(split_mode="row", row_min=32)), path)
+    edit(path, '"placed": {}', '"placed": {"model.embed_tokens.weight": "cpu1"}')
+    with pytest.raises(MisuseError, match='under "placed": in row mode the main device holds all that is not sliced'):
+        plan_from_file(decoder, path)
+
+
 def test_each_rank_needs_its_budget(mixtures: Mixtures) -> None:
     model = mixtures("stacked")
     with pytest.raises(DoesNotFitError, match=r"rank 1 \(cpu1\) needs .* and may use 50.0 KiB"):

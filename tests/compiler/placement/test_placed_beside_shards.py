@@ -53,6 +53,13 @@ def test_experts_beside_shards(tmp_path: Path, mixtures: Mixtures, form: str) ->
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
+def test_rows_of_a_batch_stay_independent(decoder: Path, tmp_path: Path) -> None:
+    plan = make_plan(decoder, place=[Place("embed", "cpu2")])
+    compile_model(plan, tmp_path / "package", verify=False)
+    batch = read_manifest(tmp_path / "package").batch
+    assert batch is not None and batch["input_ids"] == batch["logits"] == 0
+
+
 def test_more_ranks_and_places(tmp_path: Path, mixtures: Mixtures) -> None:
     """Three ranks with uneven shards, and two with placed weights, one of which is named before them."""
     model = mixtures("dense")
