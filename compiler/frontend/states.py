@@ -122,7 +122,18 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
         pairs |= {output: kept for output, kept in passed if kept is not None and kept in inputs}
     if not _has_others(graph, pairs):  # a value that grows is more likely a cache
         pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
-    return pairs if _has_others(graph, pairs) else {}
+    updated = any(_takes_in(graph, value, output) for output, value in pairs.items())
+    return pairs if updated and _has_others(graph, pairs) else {}
+
+
+def _takes_in(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
+    """Whether the present depends on another input than the past."""
+
+    def reads(value: ir.Value) -> Iterable[ir.Value]:
+        node = value.producer()
+        return () if node is None or operator_of(node).reads_shape else graph.reads.get(node, ())
+
+    return any(value.is_graph_input() and value is not past for value in reached([present], reads))
 
 
 def _nearest(

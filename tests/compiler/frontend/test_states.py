@@ -272,6 +272,28 @@ def test_what_can_be_no_state_is_refused(
         plan_model(write_model(TWO), ["cpu0"], Request(states=asked))
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_state"),
+    [
+        ("o = Identity (x)", False),
+        ("o = Mul (x, w)", False),
+        ("n = Neg (x)  o = Concat <axis = 0> (x, n)", False),
+        ("o = Add (x, t)", True),
+        ("o = Concat <axis = 0> (x, t)", True),
+    ],
+)
+def test_a_state_takes_in_another_input(write_model: Callable[[str], Path], changed: str, is_state: bool) -> None:
+    """An image that comes out normalized is none."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 2] x, float[1, 2] t) => (float[n, 2] y, float[m, 2] o)
+        <float[2] w = {{1,2}}, float[2, 2] v = {{1,2,3,4}}> {{ y = MatMul (x, v)  {changed} }}"""
+    )
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    assert [state.input for state in find_states(graph)] == ["x"] * is_state
+
+
 def test_states_are_read_from_text() -> None:
     assert parse_states(["a=b", "c.d=e"]) == {"a": "b", "c.d": "e"}
     for texts in (["a"], ["=b"], ["a="], ["a=b", "a=c"]):
