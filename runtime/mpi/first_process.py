@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from functools import cache
 
 from splitc.runtime.mpi.leaving import leave_at_exit, leave_signals
 from splitc.runtime.mpi.world import World, find_world, started_by_mpi
 from splitc.runtime.threads.interrupts import later_interrupts
+
+# Threads of a program may open sessions at once. In a rank's process one of them serves, and the others wait.
+_MEETING, _SERVING = threading.Lock(), threading.Lock()
+_served = threading.Event()
 
 
 def begin() -> World | None:
@@ -16,12 +22,17 @@ def begin() -> World | None:
     """
     if not started_by_mpi():
         return None
-    with later_interrupts():  # MPI would wait for ever for a process that ends now, and leave its shared memory behind
+    # MPI would wait for ever for a process that ends now, and leave its shared memory behind.
+    with later_interrupts(), _MEETING:
         world = _meet()
     if world is not None and world.rank:
         from splitc.runtime.mpi.rank import serve
 
-        serve(world)
+        with _SERVING:
+            if not _served.is_set():
+                _served.set()
+                serve(world)
+        sys.exit(0)
     return world
 
 

@@ -25,6 +25,7 @@ from splitc.runtime.ranks.deployment import Deployment
 
 # Numbers of sessions.
 _NUMBERS = itertools.count()
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class MpiRanks(RemoteRanks):
@@ -71,7 +72,21 @@ class MpiRanks(RemoteRanks):
         )
 
     def start(self) -> None:
-        """See RemoteRanks. If it fails, the program's end will end the ranks."""
+        """See RemoteRanks. If it fails, the program's end will end the ranks.
+
+        Raises MisuseError if these processes are ranks of an open session.
+        """
+        with _ONE_AT_A_TIME:
+            other = self._world.served.get(self._first)
+            if other is not None and not other.join(0.0):
+                raise MisuseError(
+                    "a session of this program is open, and has all processes that MPI started as its ranks: close it "
+                    "before you open another one"
+                )
+            self._start()
+            self._world.served[self._first] = self
+
+    def _start(self) -> None:
         world, own = self._world, None if self._first else OwnControl()
         try:
             for process in range(max(1, self._first), self._first + world.size):

@@ -32,7 +32,8 @@ class World:
     processes), `versions` the version of splitc. `control` has the messages between the session, in process 0, and the
     ranks; `mail` those between ranks. `communicator` is that of all processes. `sending` keeps messages until they have
     left, `life` knows when each process was last alive. `broken` is set in process 0 if a rank can only be ended by
-    aborting all. For some consecutive processes, `first` is the number of the first one among all.
+    aborting all. `served` has, in process 0, the open sessions' ranks by the number of their first process. For some
+    consecutive processes, `first` is the number of the first one among all.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class World:
     sending: Sending
     life: Life
     broken: threading.Event = field(default_factory=threading.Event)
+    served: dict[int, Any] = field(default_factory=dict)
     first: int = 0
 
     @property

@@ -369,6 +369,39 @@ print("leaving", flush=True)
 """
 
 
+TWO = """
+import sys, threading
+from splitc.runtime import Session
+from splitc.runtime.errors import MisuseError
+
+def run():
+    try:
+        with Session(sys.argv[1], threads=1) as session:
+            assert gate.wait() >= 0
+            print(len(list(session.generate([1], max_new_tokens=2))))
+    except MisuseError as error:
+        gate.wait()
+        print(str(error).split(",")[0])
+
+gate = threading.Barrier(2)
+both = [threading.Thread(target=run) for _ in range(2)]
+for thread in both:
+    thread.start()
+for thread in both:
+    thread.join()
+with Session(sys.argv[1], threads=1) as session:
+    print(len(list(session.generate([1], max_new_tokens=2))))
+"""
+
+
+@each_mpi
+def test_a_second_open_session_is_refused(decoder: Path, mpi: Mpi) -> None:
+    """The first one stays usable, and the next one is opened when it is closed."""
+    process = mpi.start(2, sys.executable, "-c", TWO, compile_mode(decoder, "tensor"))
+    code, said = ended(process)
+    assert (code, sorted(said.split("\n"))) == (0, ["", "2", "2", "a session of this program is open"])
+
+
 def test_program_ends_with_an_open_session(decoder: Path) -> None:
     """It is closed before the ranks are told to leave: they left it, and waited to be told again.
 
