@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.feeds.named_sizes import NamedSizes
+from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.feeds.rows import join_batches
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
@@ -48,6 +49,10 @@ class Requests:
         # Of sequences that were dropped without being closed, and of sums of adapters.
         self._dropped: deque[int] = deque()
         self.adapters = Adapters(manifest.slots, KeptSums(self._sequences, self._dropped, manifest.most_rank))
+
+    def check_sizes(self, feeds: Mapping[str, Feed]) -> None:
+        """Raise FeedError if feeds that fit the inputs have different sizes where ranks need one."""
+        self._shared_sizes.check(feeds)
 
     def submit_request(self, request: InFlightRequest, here: bool = False) -> Future[InFlightRequest]:
         """Start a request with checked feeds.

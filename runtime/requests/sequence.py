@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros, number_type
-from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
@@ -21,7 +21,7 @@ from splitc.runtime.requests.limits import MOST_CAPACITY
 from splitc.runtime.requests.masks import find_cache_masks
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
-from splitc.runtime.units import whole_number
+from splitc.runtime.units import first_few, whole_number
 
 
 class StateSequence:
@@ -53,8 +53,11 @@ class StateSequence:
         self._masks = find_cache_masks(manifest)
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
-        # Feeds that are the same in all requests.
+        # Feeds that are the same in all requests: until the first one, and their shapes, in arrays without memory.
         self._constant: dict[str, Array] = {}
+        self._held: dict[str, Array] = {}
+        reads = [*(length.reads for length in manifest.lengths), manifest.kept_rows and manifest.kept_rows.reads]
+        self._counted = {read[0] for read in reads if read is not None}
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []
@@ -72,6 +75,11 @@ class StateSequence:
         self._busy = threading.Lock()
         self._failed = self._closed = False
 
+    @property
+    def usable(self) -> bool:
+        """Whether it can run: no run failed, and it is not closed. A request that is refused changes nothing."""
+        return not (self._failed or self._closed)
+
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model on the feeds, which have no states. Returns the outputs that are not states.
 
@@ -83,6 +91,8 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             given = self._fed.on_host(feeds)
+            if self._held:
+                self._session.check_sizes({**self._held, **given})
             tokens = self._masks.count(given, self._tokens)
             arrays = self._masks.with_room(given, self._capacity)
             filled = self._fill(arrays)
@@ -187,14 +197,19 @@ class StateSequence:
         """Give the ranks feeds that are the same in all requests, such as an encoder's outputs for a decoder.
 
         They go with the first request and stay on the ranks: no `run` is given them again. Raises FeedError for feeds
-        that do not fit the model, MisuseError while another thread uses the sequence, SplitcError after a run or after
-        `close`.
+        that do not fit the model, for those that are held already, and for inputs whose tokens are counted in each
+        request; MisuseError while another thread uses the sequence, SplitcError after a run or after `close`.
         """
         with self._alone():
             if self._numbers:
                 raise SplitcError("a sequence's constant inputs must be given before its first run")
-            held = [tensor for tensor in self._given if tensor.name in feeds]
-            self._constant.update(Inputs(held).on_host(feeds, copy=True))
+            may_be_held = {tensor.name: tensor for tensor in self._given if tensor.name not in self._counted}
+            if wrong := [name for name in feeds if name not in may_be_held]:
+                those = f"each of these inputs once: {first_few([*may_be_held])}" if may_be_held else "no further input"
+                raise FeedError(f"a sequence can't hold '{wrong[0]}': it may hold {those}")
+            constant = Inputs([may_be_held[name] for name in feeds]).on_host(feeds, copy=True)
+            self._constant.update(constant)
+            self._held.update({n: np.broadcast_to(np.zeros((), a.dtype), a.shape) for n, a in constant.items()})
             manifest = self._session.manifest
             self._given = [tensor for tensor in self._given if tensor.name not in feeds]
             self._fed = Inputs(self._given, manifest.omittable, manifest.fixed)

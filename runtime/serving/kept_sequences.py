@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import EngineError, FeedError, MisuseError
+from splitc.runtime.errors import FeedError, MisuseError
 from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.session.session import Session
 
@@ -121,7 +121,7 @@ class KeptSequences:
                 try:
                     outputs = kept.sequence.run(feeds)
                 except BaseException as error:  # whoever waits for the answer gets it
-                    if isinstance(error, EngineError) or not isinstance(error, FeedError):
+                    if not kept.sequence.usable:
                         self._fail(key, kept)
                     answer.set_exception(error)
                 else:

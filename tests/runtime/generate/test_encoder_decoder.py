@@ -330,8 +330,9 @@ def test_sounds_need_their_preprocessor(whole_speech: Path, tmp_path: Path) -> N
 
 def test_held_feeds_are_given_once(tensor_text: Path) -> None:
     with Pipeline(tensor_text, threads=1) as pipeline, pipeline["decoder_with_past_model"].start() as sequence:
-        with pytest.raises(FeedError, match="no input nothing"):
-            sequence.hold({"nothing": np.zeros(1)})
+        for name in ("nothing", "input_ids"):
+            with pytest.raises(FeedError, match=f"can't hold '{name}': it may hold each of these inputs once: "):
+                sequence.hold({name: np.zeros((1, 1), np.int64)})
         mask = {"encoder_attention_mask": np.ones((1, 4), np.int64)}
         sequence.hold(mask)
         caches = {
@@ -345,6 +346,22 @@ def test_held_feeds_are_given_once(tensor_text: Path) -> None:
         sequence.run({"input_ids": np.array([[1]])})
         with pytest.raises(SplitcError, match="before its first run"):
             sequence.hold(caches)
+
+
+def test_held_feeds_have_the_sizes_of_requests(text_package: Callable[[str], Path]) -> None:
+    """A request that does not fit them changes nothing."""
+    with Pipeline(text_package("layer"), threads=1) as pipeline:
+        session = pipeline["decoder_with_past_model"]
+        given = {
+            tensor.name: np.zeros((2, made.HEADS, 4, made.HEAD), np.float32)
+            for tensor in session.inputs
+            if ".encoder." in tensor.name
+        }
+        with session.start() as sequence:
+            sequence.hold({"encoder_attention_mask": np.ones((2, 4), np.int64), **given})
+            with pytest.raises(FeedError, match="this package treats them as one size"):
+                sequence.run({"input_ids": np.array([[1]])})
+            assert sequence.run({"input_ids": np.array([[1], [1]])})["logits"].shape[0] == 2
 
 
 def test_held_feeds_are_the_sequences_own(tensor_text: Path) -> None:
