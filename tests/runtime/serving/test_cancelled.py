@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
@@ -46,6 +47,34 @@ def test_sequence_goes_on_after_a_cancelled_request(last: bool) -> None:
     if not last:
         assert kept.submit(SequenceStep(1), {}).result(20) == {"count": 2}
     until(lambda: sequence.closed)  # with its last request, or as one that nobody goes on with
+    kept.close()
+
+
+class Limited(Counting):
+    """It has room for requests without feeds, and is lost if one is asked to fail."""
+
+    usable = True
+
+    def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        if feeds:
+            self.usable = "fail" not in feeds
+            raise MisuseError("no room") if self.usable else RuntimeError("lost")
+        return super().run(feeds)
+
+
+def test_sequence_goes_on_after_a_request_that_it_refuses() -> None:
+    """As one with more tokens than its capacity. Nothing ran."""
+    sequence = Limited()
+    sequence.gate.set()
+    session: Any = SimpleNamespace(start=lambda _, adapters: sequence)
+    kept = KeptSequences(session, ThreadPoolExecutor(2), None, 20, None)
+    assert kept.submit(SequenceStep(1, start=True), {}).result(20) == {"count": 1}
+    with pytest.raises(MisuseError, match="no room"):
+        kept.submit(SequenceStep(1), {"ids": [1, 2]}).result(20)
+    assert kept.submit(SequenceStep(1), {}).result(20) == {"count": 2}
+    with pytest.raises(RuntimeError, match="lost"):
+        kept.submit(SequenceStep(1), {"fail": [1]}).result(20)
+    until(lambda: sequence.closed and not len(kept))
     kept.close()
 
 

@@ -188,17 +188,6 @@ def test_sequence_goes_on_after_wrong_feeds_and_ends_with_a_failure(load: Callab
             requests[number].result()
 
 
-def test_sequence_goes_on_after_more_tokens_than_it_has_room_for(load: Callable[..., Any]) -> None:
-    model = load(sequences=True, capacity=3)
-    requests = [step([1, 2], 2, 5, START), step([3, 4, 5], 5, 5), step([3], 3, 5)]
-    for request in requests:
-        model.execute([request])
-        request.answered.wait(20)
-    with pytest.raises(TritonError, match="has room for 3 tokens, and comes to 5"):
-        requests[1].result()
-    assert requests[2].result()
-
-
 def test_broken_session_is_opened_again(load: Callable[..., Any], decoder: Path) -> None:
     model = load(sequences=False)
     feeds = decoder_feeds()
