@@ -22,7 +22,9 @@ def find_prompt(
     gives the logits, [vocabulary], of the next token. Raises MisuseError for a language or task that the model does not
     have, and if no config names the start.
     """
-    start = config.get("decoder_start_token_id", config.get("bos_token_id"))
+    start = config.get("decoder_start_token_id")
+    if start is None:
+        start = config.get("bos_token_id")
     if not isinstance(start, int):
         raise MisuseError(
             "no config of the package has decoder_start_token_id, which the decoder begins with: copy "

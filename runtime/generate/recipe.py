@@ -91,7 +91,9 @@ def generate_from_encoder(
     model = EncoderDecoder(modules)
     decoder = model.wiring.decoder
     config = generation_config(package, decoder)
-    if (beams := config.get("num_beams") or 1) > 1:
+    with understood(f"the generation config of {decoder}"):
+        beams = int(config.get("num_beams") or 1)
+    if beams > 1:
         warn(f"the generation config asks for {beams} beams; splitc takes the likeliest token each time")
     others = _read_stops(config) or other_stop_tokens
     timings = Timings() if timings is None else timings

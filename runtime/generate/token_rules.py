@@ -16,11 +16,12 @@ Logits = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Rules of a generation config, for a prompt of `begin` tokens and at most `most` tokens with it.
+    """Rules of a generation config, for a prompt and at most `most` tokens with it.
 
+    - `begin`: the first place that is not forced.
     - `forced`: the only permitted token at each place, counted from the first of the prompt.
     - `never`: sequences of tokens that must not occur.
-    - `suppressed_first`: not permitted right after the prompt.
+    - `suppressed_first`: not permitted at the place `begin`.
     - `ends`: not permitted before there are `least` tokens.
     - `repeats`: no sequence of this many tokens may occur twice.
     - `penalty`: logits of tokens that have occurred are divided by it if they are positive, and multiplied if not.
@@ -72,22 +73,22 @@ def _would_repeat(tokens: Sequence[int], size: int) -> set[int]:
 
 def read_rules(config: Mapping[str, Any], prompt: int, most: int, ends: Sequence[int]) -> TokenRules:
     """The rules of a generation config, for a prompt of this length and at most `most` tokens with it."""
-    forced: dict[int, int] = {}
-    if (first := config.get("forced_bos_token_id")) is not None and prompt == 1:
-        forced[1] = int(first)
+    first = config.get("forced_bos_token_id") if prompt == 1 else None
+    forced = {} if first is None else {1: int(first)}
     last = config.get("forced_eos_token_id")
     if last is not None:
         forced[most - 1] = int(last[0] if isinstance(last, list) else last)
     suppressed = [[int(token)] for token in config.get("suppress_tokens") or ()]
     bad = [[int(token) for token in words] for words in config.get("bad_words_ids") or () if words]
+    bad = [words for words in bad if words not in [[end] for end in ends]]  # a text must be able to end
     least = max(int(config.get("min_length") or 0), prompt + int(config.get("min_new_tokens") or 0))
     return TokenRules(
-        begin=prompt,
+        begin=prompt if first is None else prompt + 1,
         forced=forced,
         never=[*suppressed, *bad],
         suppressed_first=[int(token) for token in config.get("begin_suppress_tokens") or ()],
         ends=ends,
         least=least,
-        repeats=int(config.get("no_repeat_ngram_size") or 0),
+        repeats=max(0, int(config.get("no_repeat_ngram_size") or 0)),
         penalty=float(config.get("repetition_penalty") or 1.0),
     )

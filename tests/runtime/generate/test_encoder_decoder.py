@@ -308,6 +308,7 @@ def test_modules_that_are_missing_are_said(text: Path, tmp_path: Path) -> None:
         {"forced_decoder_ids": [3]},
         {"bad_words_ids": 5},
         {"forced_eos_token_id": {}},
+        {"num_beams": "many"},
     ],
 )
 def test_damaged_configs_are_said(whole_speech: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:

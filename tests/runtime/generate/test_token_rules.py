@@ -43,7 +43,11 @@ def order(config: dict[str, Any], tokens: list[int], prompt: int = 1, most: int 
         ({"bad_words_ids": [[8, 1]]}, [7, 9], [0, 1, 2, 3, 4, 5]),
         ({"no_repeat_ngram_size": 2}, [1, 2, 1, 0, 1], [1, 3, 4, 5]),
         ({"no_repeat_ngram_size": 3}, [1, 2, 3, 1, 2], [0, 1, 2, 4, 5]),
+        ({"no_repeat_ngram_size": -1}, [1, 1], [0, 1, 2, 3, 4, 5]),
         ({"repetition_penalty": 4.0}, [0, 5], [1, 2, 3, 0, 4, 5]),
+        # As in transformers: a text may end, and the token after a forced one is the first.
+        ({"bad_words_ids": [[0], [2]]}, [7, 8], [0, 1, 3, 4, 5]),
+        ({"forced_bos_token_id": 3, "begin_suppress_tokens": [1]}, [7, 3], [0, 2, 3, 4, 5]),
     ],
 )
 def test_config_forbids_and_orders_tokens(config: dict[str, Any], tokens: list[int], permitted: list[int]) -> None:
@@ -69,6 +73,7 @@ def likely(tokens: list[int]) -> Any:
     [
         ({"decoder_start_token_id": 2}, None, None, [2]),
         ({"bos_token_id": 3}, None, None, [3]),
+        ({"decoder_start_token_id": None, "bos_token_id": 3}, None, None, [3]),
         (SPEECH, "en", None, [10, 11, 14, 16]),
         (SPEECH, "<|de|>", "translate", [10, 12, 15, 16]),
         (SPEECH, None, None, [10, 12, 14, 16]),
