@@ -37,11 +37,12 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
-from splitc.runtime.hardware.devices import cores
+from splitc.runtime.hardware.devices import cores, threads_for
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import FILE_NAME, encode
 from splitc.runtime.threads.garbage import rare_garbage
 from splitc.runtime.threads.progress import doing
+from splitc.runtime.units import whole_number
 
 WEIGHTS = ("copy", "link")
 
@@ -73,12 +74,13 @@ def compile_model(
     - `build`: how engines are built that are not ONNX files. `fills`: how arrays for inputs are made up.
     - `warn`, `say`: called with deviations from the request, and with results of these checks.
 
-    Raises MisuseError if `package` is taken or can't be written to, ModelError for sizes on which the model does not
-    run and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't
-    be built, OutputsDifferError if the package's outputs differ from the model's.
+    Raises MisuseError for numbers that mean nothing, and if `package` is taken or can't be written to, ModelError for
+    sizes on which the model does not run and for files that ONNX Runtime can't load, SplitcError if the disk is full,
+    BuildError for engines that can't be built, OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
     _check_request(plan, weights, build, fills, warn)
+    _check_numbers(threads, jobs)
     if verify:
         check_sizes_tried(plan.analysis, fills, say)
     needed = least_bytes(plan) if weights == "copy" else 0
@@ -118,6 +120,12 @@ def _check_request(
         warn(f"{kind.title} has no optional inputs: these keep the values that the model gives them: {optional}")
     if weights not in WEIGHTS:
         raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
+
+
+def _check_numbers(threads: int | None, jobs: int | None) -> None:
+    threads_for((), threads)
+    if jobs is not None:
+        whole_number("--jobs", jobs, 1)
 
 
 def _programs(plan: Plan) -> Iterable[RankProgram]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from splitc.compiler.request.option import KEY, Option, request_field
+from splitc.compiler.request.option import KEY, Option, as_given, request_field
 from splitc.compiler.request.places import ExpertsPlace, Place, parse_experts, parse_places
-from splitc.compiler.request.shapes import AskedShapes, Shape, parse_shapes
+from splitc.compiler.request.shapes import AskedShapes, Shape, checked_shapes, parse_shapes
 from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.settings import parse_settings
@@ -28,6 +28,7 @@ DEFAULT_HEADROOM = 1 << 30
 ROW_MIN = 256
 # The modes that put weights on other devices than the blocks.
 PLACING = ("layer", "tensor", "batch")
+_SHAPES = ("shapes", "min_shapes", "opt_shapes", "max_shapes")
 WHY_NOT_PLACED = ": in row mode the main device holds all that is not sliced"
 
 
@@ -295,16 +296,14 @@ class Request:
         # A single budget, whose letters would be taken for several budgets, and numbers of bytes.
         given = [self.memory] if isinstance(self.memory, str | int) else self.memory
         object.__setattr__(self, "memory", list(map(str, given)))
-        # As on the command line.
         places = [self.place] if isinstance(self.place, str) else self.place
         read = [parse_places([place])[0] if isinstance(place, str) else place for place in places]
         object.__setattr__(self, "place", tuple(read))
+        if self.tensor_split is not None and not isinstance(self.tensor_split, str):
+            object.__setattr__(self, "tensor_split", list(self.tensor_split))  # which may be an array
         for name, option in options_of_requests().items():
-            value = getattr(self, name)
-            if isinstance(value, str) and option.kind in (str, str | None):
-                object.__setattr__(self, name, option.read(value))
-            elif option.minimum is not None and value is not None:
-                object.__setattr__(self, name, whole_number(option.flag, value, option.minimum))
+            value = _as_on_the_command_line(option, getattr(self, name))
+            object.__setattr__(self, name, checked_shapes(option.flag, value) if name in _SHAPES else value)
 
     @property
     def asked_shapes(self) -> AskedShapes:
@@ -367,6 +366,19 @@ class Request:
         """The options that the user gave and a plan settles, by field."""
         options = options_of_requests()
         return {name: option for name, option in options.items() if option.planned is not None and given(name)}
+
+
+def _as_on_the_command_line(option: Option, value: Any) -> Any:
+    """A field's value. Text is read as the command line reads it, and numbers have the same limits."""
+    if option.kind in (str, str | None):
+        return option.read(value) if isinstance(value, str) else value
+    if option.kind == list[str] and option.read is not as_given:
+        texts = [value] if isinstance(value, str) else value
+        is_text = isinstance(texts, Sequence) and bool(texts) and all(isinstance(text, str) for text in texts)
+        return option.read(texts) if is_text else value
+    if option.minimum is not None and value is not None:
+        return whole_number(option.flag, value, option.minimum)
+    return value
 
 
 def options_of_requests() -> dict[str, Option]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_shape, shortened
+from splitc.runtime.units import format_shape, shortened, whole_number
 
 Shape = tuple[int, ...]
 # The largest size that is planned for: with one byte per element, no memory would hold more.
@@ -56,6 +56,22 @@ def check_size(size: int) -> bool:
 
 # A name with its shape, up to a comma or the end. Names may have commas and colons in them.
 _SHAPE = re.compile(r"(.+?:(?:\[[^\]]*\]|\d+(?:x\d+)*)),")
+
+
+def checked_shapes(option: str, shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Shape] | None:
+    """Shapes by the names of inputs, as a program gives them. Raises MisuseError unless all sizes are whole numbers."""
+    if shapes is None:
+        return None
+    if not isinstance(shapes, Mapping):
+        raise MisuseError(
+            f"{option} {shapes!r}: it has lists of sizes by the names of inputs, as in {{'ids': (1, 16)}}"
+        )
+    checked = {}
+    for name, sizes in shapes.items():
+        if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+            raise MisuseError(f"{option} gives '{name}' the shape {sizes!r}: a shape is a list of sizes, as in (1, 16)")
+        checked[name] = tuple(whole_number(f"{option}: a size of '{name}' is", size, 0, LARGEST) for size in sizes)
+    return checked
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:

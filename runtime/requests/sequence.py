@@ -56,8 +56,9 @@ class StateSequence:
         # Feeds that are the same in all requests: until the first one, and their shapes, in arrays without memory.
         self._constant: dict[str, Array] = {}
         self._held: dict[str, Array] = {}
-        reads = [*(length.reads for length in manifest.lengths), manifest.kept_rows and manifest.kept_rows.reads]
-        self._counted = {read[0] for read in reads if read is not None}
+        self._counted = {length.reads[0] for length in manifest.lengths if length.reads is not None}
+        if manifest.kept_rows is not None:
+            self._counted.add(manifest.kept_rows.reads[0])
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []

@@ -267,3 +267,19 @@ def test_notes_of_exporters_stay_out_of_engines(decoder: Path, tmp_path: Path) -
     compile_model(plan_model(noted, ["cpu0"], LAYER), tmp_path / "package", verify=False)
     written = (tmp_path / "package/rank0/stage0.onnx").read_bytes()
     assert b"line 7" not in written and b"scope" not in written
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"threads": 0}, "--threads 0: it is a number for each CPU device from 1 to 1,024"),
+        ({"threads": "2"}, "--threads '2': it is a number"),
+        ({"jobs": -1}, "--jobs -1: it is a number from 1 on"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    decoder: Path, tmp_path: Path, numbers: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MisuseError, match=message):
+        compile_model(plan_model(decoder, "cpu0", Request()), tmp_path / "package", **numbers)
+    assert not (tmp_path / "package").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from splitc.runtime.errors import MisuseError
@@ -70,10 +71,10 @@ def test_sequence_goes_on_after_a_request_that_it_refuses() -> None:
     kept = KeptSequences(session, ThreadPoolExecutor(2), None, 20, None)
     assert kept.submit(SequenceStep(1, start=True), {}).result(20) == {"count": 1}
     with pytest.raises(MisuseError, match="no room"):
-        kept.submit(SequenceStep(1), {"ids": [1, 2]}).result(20)
+        kept.submit(SequenceStep(1), {"ids": np.ones(2)}).result(20)
     assert kept.submit(SequenceStep(1), {}).result(20) == {"count": 2}
     with pytest.raises(RuntimeError, match="lost"):
-        kept.submit(SequenceStep(1), {"fail": [1]}).result(20)
+        kept.submit(SequenceStep(1), {"fail": np.ones(1)}).result(20)
     until(lambda: sequence.closed and not len(kept))
     kept.close()
 
