@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.utils import BaseOutput
 from transformers.utils import ModelOutput
 
 from splitc.runtime.arrays.torch_tensors import to_torch
@@ -21,7 +22,7 @@ from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
 # The result of a method, by its name, from a part and its session's outputs.
-Answer = Callable[[Any, Mapping[str, torch.Tensor]], ModelOutput]
+Answer = Callable[[Any, Mapping[str, torch.Tensor]], BaseOutput | ModelOutput]
 FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
 HOST = torch.device("cpu")
 # Methods that would change what a compiled model computes.
@@ -133,9 +134,9 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
     return run
 
 
-def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
+def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> BaseOutput:
     """Outputs by their names in the export. The first is also `sample`, the name that most models of diffusers use."""
-    made = ModelOutput(**numbered_together(outputs, {}))
+    made = BaseOutput(**numbered_together(outputs, {}))  # ModelOutput of transformers 5 refuses other attributes
     if "sample" not in made:
         made.sample = next(iter(made.values()))  # an attribute, not one more output
     return made
@@ -147,14 +148,14 @@ def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> Mode
     return ModelOutput(**numbered_together(outputs, {"hidden_states": layers + 1}))
 
 
-def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
+def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> BaseOutput:
     """Latents, or the means and variances to draw them from, which have twice the channels."""
     (latents,) = outputs.values()
     decoder = part.sessions.get(DECODE)
     channels = decoder.inputs[0].shape[1] if decoder else part.config.get("latent_channels")
     if latents.shape[1] == 2 * channels:
-        return ModelOutput(latent_dist=DiagonalGaussianDistribution(latents))
-    return ModelOutput(latents=latents, latent=latents)
+        return BaseOutput(latent_dist=DiagonalGaussianDistribution(latents))
+    return BaseOutput(latents=latents, latent=latents)
 
 
 def _refusal(reason: str) -> Callable[..., Any]:
