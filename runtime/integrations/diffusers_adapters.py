@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from splitc.runtime.units import first_few
 
 # Methods that would change the weights.
 MERGES = ("fuse_lora", "unfuse_lora", "enable_lora_hotswap")
+# The pipelines' method that runs text encoders, with a scale for their adapters.
+PROMPT = "encode_prompt"
 Weight = float | Mapping[str, float] | None
 
 
@@ -112,6 +116,30 @@ class PackageAdapters:
         """Use no adapter until the next `set_adapters`."""
         for session in sessions_of(self).values():
             session.adapters.use({})
+
+
+def scaled(used: Mapping[str, float], scale: float) -> dict[str, float]:
+    """A sum of adapters with all strengths times a scale."""
+    return {name: times * scale for name, times in used.items()}
+
+
+def with_scaled_prompt(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline's `encode_prompt` whose `lora_scale` multiplies the strengths of the adapters in use, for the call."""
+
+    @wraps(plain)
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(self, *args, **kwargs)
+        scale = bound.arguments.pop("lora_scale", None)  # diffusers would look for its own layers
+        used = {session: session.adapters.used for session in sessions_of(self).values()}
+        try:
+            for session, names in used.items():
+                session.adapters.use(scaled(names, 1.0 if scale is None else scale))
+            return plain(*bound.args, **bound.kwargs)
+        finally:
+            for session, names in used.items():
+                session.adapters.use(names)
+
+    return encode
 
 
 def sessions_of(pipeline: Any) -> dict[str, Session]:

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 from splitc.runtime.arrays.torch_tensors import to_torch
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.integrations.arguments import ModelMethod, method_of, numbered_together
-from splitc.runtime.integrations.diffusers_adapters import MERGES, PackageAdapters
+from splitc.runtime.integrations.diffusers_adapters import MERGES, PROMPT, PackageAdapters, scaled, with_scaled_prompt
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
@@ -98,7 +98,8 @@ def with_adapters(pipeline: Any) -> Any:
     kind = type(pipeline)
     merged = "a package's weights can't be changed: merge adapters with splitc compile --lora"
     refused = {name: _refusal(merged) for name in MERGES if hasattr(kind, name)}
-    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, **refused}
+    prompt = {PROMPT: with_scaled_prompt(kind.encode_prompt)} if hasattr(kind, PROMPT) else {}
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, **refused, **prompt}
     pipeline.__class__ = type(kind.__name__, (PackageAdapters, kind), own)
     return pipeline
 
@@ -127,7 +128,8 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors, arguments = method.bind(args, kwargs)
         known = [tensor for tensor in (*method.inputs, *method.optional) if tensor.name in tensors]
-        outputs = session.run({tensor.name: _fitted(tensors[tensor.name], tensor) for tensor in known})
+        feeds = {tensor.name: _fitted(tensors[tensor.name], tensor) for tensor in known}
+        outputs = session.run(feeds, adapters=scaled(session.adapters.used, method.strength(arguments)))
         made = answer(self, to_torch(outputs))
         return tuple(made.values()) if arguments.get("return_dict") is False else made
 

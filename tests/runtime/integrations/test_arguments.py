@@ -22,6 +22,11 @@ def forward(
     class_labels: Any = None,
     added_cond_kwargs: Any = None,
     residuals: Any = None,
+    scale_of_residuals: float = 1.0,
+    guess_mode: bool = False,
+    num_frames: int | None = None,
+    cross_attention_kwargs: Any = None,
+    output_attentions: bool = False,
     return_dict: bool = True,
 ) -> None:
     """A denoiser's arguments."""
@@ -89,6 +94,57 @@ def test_bound_input_takes_what_it_was_bound_to() -> None:
     assert feeds.keys() == {"sample", "timestep", "encoder_hidden_states"}
     with pytest.raises(FeedError, match="another 'class_labels' than it was compiled for"):
         unet.bind((SAMPLE, 1, STATES), {"class_labels": 2 * STATES})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"guess_mode": True}, "'guess_mode' True, .*computes with False, the method's default"),
+        ({"scale_of_residuals": 0.5}, "'scale_of_residuals' 0.5, and the compiled model has no such input"),
+        ({"scale_of_residuals": [1.0, np.float32(0.5)]}, "'scale_of_residuals'"),
+        ({"class_labels": 2}, r"another 'class_labels' than it was compiled for \(--set\): 2, and not \[0.1.*\]"),
+    ],
+)
+def test_number_that_the_model_does_not_have_is_refused(given: dict[str, Any], why: str) -> None:
+    """It would be dropped silently, and the image be another."""
+    bound = FixedInput("class_labels", "float32", None, [float(np.float32(0.1))])
+    unet = method(forward, "sample", "timestep", "encoder_hidden_states", fixed=(bound,))
+    with pytest.raises(FeedError, match=why):
+        unet.bind((SAMPLE, 1, STATES), given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"guess_mode": False, "scale_of_residuals": [1, np.float64(1)], "class_labels": 0.1},
+        {"guess_mode": None, "cross_attention_kwargs": {}, "added_cond_kwargs": {"resolution": None, "size": 3}},
+        {"num_frames": 8, "output_attentions": True, "return_dict": False},
+    ],
+)
+def test_numbers_that_change_nothing_or_whose_default_is_not_known_are_taken(given: dict[str, Any]) -> None:
+    """Pipelines always pass some of them."""
+    bound = FixedInput("class_labels", "float32", None, [float(np.float32(0.1))])
+    unet = method(forward, "sample", "timestep", "encoder_hidden_states", fixed=(bound,))
+    assert unet.bind((SAMPLE, 1, STATES), given)[0].keys() == {"sample", "timestep", "encoder_hidden_states"}
+
+
+def test_flags_of_other_methods_are_the_pipelines_own() -> None:
+    """Kandinsky's pipelines always give `force_not_quantize`, which is not the default, to `decode`."""
+
+    def decode(z: Any, force_not_quantize: bool = False) -> None:
+        """A decoder's arguments."""
+
+    vae = ModelMethod("movq.decode", inspect.signature(decode), [Tensor("z", "float32", None)])
+    assert vae.bind((SAMPLE,), {"force_not_quantize": True})[0]["z"] is SAMPLE
+
+
+def test_scale_of_adapters_is_a_calls_own() -> None:
+    unet = method(forward, "sample", "timestep", "encoder_hidden_states")
+    for given, scale in ((None, 1.0), ({}, 1.0), ({"scale": None}, 1.0), ({"scale": np.float32(0.5)}, 0.5)):
+        _, arguments = unet.bind((SAMPLE, 1, STATES), {"cross_attention_kwargs": given})
+        assert unet.strength(arguments) == scale
+    with pytest.raises(FeedError, match="the scale 'much' of adapters, which is not a number"):
+        unet.strength({"scale": "much"})
 
 
 def test_numbered_outputs_are_one_tuple() -> None:

@@ -216,26 +216,61 @@ def test_pipeline_that_optimum_does_not_know(libraries: None, tmp_path: Path) ->
     np.testing.assert_allclose(images(load(tmp_path / "package")), images(whole), rtol=0, atol=1e-4)
 
 
-def test_model_that_a_pipeline_may_do_without(write_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its outputs keep their names, and the first is the sample; its weights can't be read until they are set."""
-    torch, diffusers = (pytest.importorskip(name) for name in ("torch", "diffusers"))
+OTHERS: dict[str, Any] = dict.fromkeys(("vae", "scheduler", "tokenizer", "text_encoder"))
 
-    transformer = tmp_path / "models" / "transformer"
-    diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=12, num_layers=1).save_config(transformer)
-    graph = "g (float[n, 4] hidden_states) => (float[n, 4] embedding) { embedding = Neg (hidden_states) }"
-    write_model(f'<ir_version: 8, opset_import: ["" : 17]> {graph}').rename(transformer / "model.onnx")
-    names = {"transformer": "WanTransformer3DModel", "vae": "AutoencoderKLWan"}
-    index = {"_class_name": "WanPipeline", **{name: ["diffusers", kind] for name, kind in names.items()}}
-    write_json(tmp_path / "models" / "model_index.json", index)
-    compile_pipeline(plan_pipeline(tmp_path / "models", ["cpu0"]), tmp_path / "package")
-    others: Any = dict.fromkeys(("vae", "scheduler", "tokenizer", "text_encoder"))
-    model = load(tmp_path / "package", **others).transformer
+
+@pytest.fixture
+def wan(write_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Any]:
+    """The transformer of a pipeline whose other parts are missing, which computes a graph in place of its layers."""
+    torch, diffusers = (pytest.importorskip(name) for name in ("torch", "diffusers"))
+    del torch
+
+    def make(graph: str, request: Request = Request()) -> Any:
+        transformer = tmp_path / "models" / "transformer"
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
+        diffusers.WanTransformer3DModel(**sizes).save_config(transformer)
+        model = write_model(f'<ir_version: 8, opset_import: ["" : 17]> {graph}')
+        # Names have no dots in the text of a model.
+        (transformer / "model.onnx").write_bytes(model.read_bytes().replace(b"proj_weight", b"proj.weight"))
+        names = {"transformer": "WanTransformer3DModel", "vae": "AutoencoderKLWan"}
+        index = {"_class_name": "WanPipeline", **{name: ["diffusers", kind] for name, kind in names.items()}}
+        write_json(tmp_path / "models" / "model_index.json", index)
+        compile_pipeline(plan_pipeline(tmp_path / "models", ["cpu0"], request), tmp_path / "package")
+        return load(tmp_path / "package", **OTHERS)
+
+    return make
+
+
+def test_model_that_a_pipeline_may_do_without(wan: Callable[..., Any]) -> None:
+    """Its outputs keep their names, and the first is the sample; its weights can't be read until they are set."""
+    import torch
+
+    model = wan(
+        "g (float[n, 4] hidden_states) => (float[n, 4] embedding) { embedding = Neg (hidden_states) }"
+    ).transformer
     made = model(torch.ones(2, 4), None, None)
     assert made.embedding is made.sample is made[0] and made.sample[0, 0] == -1
     with pytest.raises(MisuseError, match=r"reads transformer\.scale_shift_table.* set it"):
         model.scale_shift_table  # noqa: B018  # reading it is the test
     model.scale_shift_table = torch.ones(2)
     assert model.scale_shift_table.sum() == 2
+
+
+def test_call_has_its_scale_of_adapters(wan: Callable[..., Any]) -> None:
+    import torch
+
+    zeros = ", ".join(["0"] * 64)
+    graph = f"""g (float[n, 8] hidden_states) => (float[n, 8] sample)
+        <float[8, 8] proj_weight = {{{zeros}}}> {{ sample = MatMul (hidden_states, proj_weight) }}"""
+    pipeline = wan(graph, Request(split_mode="layer", lora_slots=4))
+    ones = torch.ones(1, 8)
+    pipeline.load_lora_weights({"proj.lora_A.weight": ones, "proj.lora_B.weight": ones.T}, "style")
+    pipeline.set_adapters("style", 2.0)
+    for kwargs, scale in ((None, 1.0), ({}, 1.0), ({"scale": 0.25}, 0.25), ({"scale": 0}, 0.0), (None, 1.0)):
+        made = pipeline.transformer(ones, None, None, attention_kwargs=kwargs, return_dict=False)[0]
+        assert made[0].tolist() == [16 * scale] * 8
+    pipeline.unload_lora_weights()
+    assert not pipeline.transformer(ones, None, None, attention_kwargs={"scale": 3.0}).sample.any()
 
 
 def export(method: Any, inputs: dict[str, Any], folder: Path) -> None:
@@ -294,10 +329,10 @@ def test_adapters_are_those_of_diffusers(
     whole, made = make("sd"), load(tmp_path / "package")
     plain = draw(made, height=64, width=64)
 
-    def compare(both: bool) -> None:
-        expected = draw(whole, height=64, width=64)
+    def compare(both: bool, **options: Any) -> None:
+        expected = draw(whole, height=64, width=64, **options)
         assert both == (np.abs(expected - plain).max() > 0.05)
-        np.testing.assert_allclose(draw(made, height=64, width=64), expected, rtol=0, atol=CLOSE)
+        np.testing.assert_allclose(draw(made, height=64, width=64, **options), expected, rtol=0, atol=CLOSE)
 
     for pipeline in (whole, made):
         pipeline.load_lora_weights(styles["style"], adapter_name="style")
@@ -307,6 +342,8 @@ def test_adapters_are_those_of_diffusers(
         pipeline.set_adapters(["style", "pose"], [0.7, {"unet": 0.4}])
     assert made.get_list_adapters() == whole.get_list_adapters()
     assert set(made.get_active_adapters()) == set(whole.get_active_adapters())
+    compare(True)
+    compare(True, cross_attention_kwargs={"scale": 0.6})  # of the text encoder's too
     compare(True)
     for pipeline in (whole, made):
         pipeline.delete_adapters("style")
