@@ -125,9 +125,15 @@ def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str,
 
 
 def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[..., Any]:
+    warned: set[str] = set()
+
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors, arguments = method.bind(args, kwargs)
         known = [tensor for tensor in (*method.inputs, *method.optional) if tensor.name in tensors]
+        for tensor in known:
+            if tensor.name not in warned and (cut := _cut_off(tensors[tensor.name], tensor)):
+                warned.add(tensor.name)
+                warnings.warn(f"{method.name} is called with '{tensor.name}' {cut}", stacklevel=2)
         feeds = {tensor.name: _fitted(tensors[tensor.name], tensor) for tensor in known}
         outputs = session.run(feeds, adapters=scaled(session.adapters.used, method.strength(arguments)))
         made = answer(self, to_torch(outputs))
@@ -194,3 +200,21 @@ def _fitted(value: Any, tensor: Tensor) -> torch.Tensor:
     if value.ndim == 0 and tensor.shape is not None and len(tensor.shape) == 1:
         value = value.reshape(1)
     return value.to(HOST, getattr(torch, tensor.dtype))
+
+
+def _cut_off(value: Any, tensor: Tensor) -> str:
+    """What becomes of a number with a fraction for an input of whole ones, such as schedulers' timesteps; else empty.
+
+    It is no error: the pipelines' own schedulers have such timesteps, and images are much the same.
+    """
+    value, dtype = torch.as_tensor(value), getattr(torch, tensor.dtype)
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or not value.is_floating_point():
+        return ""
+    fractions = value[value != value.trunc()].tolist()
+    if not fractions:
+        return ""
+    return (
+        f"{fractions[0]:g}, and the model was exported with whole numbers there, of type {tensor.dtype}: it computes "
+        f"without the fraction. Export it with '{tensor.name}' of type float32, or choose whole numbers, as by a "
+        'scheduler\'s timestep_spacing="leading"'
+    )

@@ -256,6 +256,21 @@ def test_model_that_a_pipeline_may_do_without(wan: Callable[..., Any]) -> None:
     assert model.scale_shift_table.sum() == 2
 
 
+def test_fraction_that_is_cut_off_is_warned_of_once(wan: Callable[..., Any], recwarn: pytest.WarningsRecorder) -> None:
+    """Schedulers have timesteps with fractions, and a model may be exported with whole ones."""
+    import torch
+
+    graph = """g (float[n, 4] hidden_states, int64 timestep) => (float[n, 4] sample) {
+        time = Cast <to = 1> (timestep) sample = Add (hidden_states, time) }"""
+    model, zeros = wan(graph).transformer, torch.zeros(1, 4)
+    recwarn.clear()
+    for time in (3, torch.tensor(3.0), torch.tensor(249.75), torch.tensor([0.5])[0]):
+        assert model(zeros, time, None).sample[0, 0] == int(time)
+    (said,) = (str(warning.message) for warning in recwarn if "is called with" in str(warning.message))
+    assert "transformer.forward is called with 'timestep' 249.75, and the model was exported with whole" in said
+    assert "Export it with 'timestep' of type float32" in said
+
+
 def test_call_has_its_scale_of_adapters(wan: Callable[..., Any]) -> None:
     import torch
 
