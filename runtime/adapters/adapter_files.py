@@ -133,7 +133,7 @@ def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Sc
     for key, value in (content if isinstance(content, dict) else {}).items():
         part, _, name = key.partition(".")
         parts.setdefault(part, {})[name] = value
-    known = {part: scaling_of(config, f"{path} ({part})") for part, config in parts.items()}
+    known = {part: scaling_of(config, f"{path} ({part})", f"{part}.") for part, config in parts.items()}
     return lambda module: known.get(module.partition(".")[0], Scaling())
 
 

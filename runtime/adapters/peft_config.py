@@ -13,22 +13,27 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import read_config
 
 CONFIG = "adapter_config.json"
+# What PEFT's files have before a module's name.
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Scaling:
     """How updates are scaled: by `alpha` over their rank, or over its root.
 
-    `patterns` are other alphas, by regular expressions for the ends of modules' names.
+    - `patterns`: other alphas, by regular expressions for modules' names, or for their ends from a dot on.
+    - `prefix`: what files put before modules' names. Patterns don't have it.
     """
 
     alpha: float | None = None
     by_root: bool = False
     patterns: Mapping[str, float] = field(default_factory=dict)
+    prefix: str = ""
 
     def scale(self, module: str, rank: int) -> float:
         """The scale of a module's update. Without an alpha, it is the rank."""
-        matching = (alpha for pattern, alpha in self.patterns.items() if re.fullmatch(rf"(.*\.)?{pattern}", module))
+        name = module.removeprefix(self.prefix)
+        matching = (alpha for pattern, alpha in self.patterns.items() if re.match(_expression(pattern), name))
         alpha = next(matching, self.alpha)
         if alpha is None:
             return 1.0
@@ -41,11 +46,11 @@ def read_scaling(folder: Path) -> Scaling:
     Raises MisuseError, which names the kind, for adapters that are more than two matrices a module.
     """
     path = folder / CONFIG
-    return scaling_of(read_config(path), str(path)) if path.is_file() else Scaling()
+    return scaling_of(read_config(path), str(path), PREFIX) if path.is_file() else Scaling()
 
 
-def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
-    """The scaling of a config. `where` it is, is for messages."""
+def scaling_of(config: Mapping[str, Any], where: str, prefix: str) -> Scaling:
+    """The scaling of a config, whose file has a prefix before modules' names. `where` it is, is for messages."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise MisuseError(f"{where} is of the kind {kind}, and only LORA is known")
@@ -64,9 +69,14 @@ def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
         raise MisuseError(f"{where} has an alpha that is not a number: {alphas}")
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            re.compile(_expression(pattern))
         except re.error as error:
             raise MisuseError(
                 f"{where} has the alpha_pattern '{pattern}', which is not a regular expression: {error}"
             ) from None
-    return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns)
+    return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns, prefix)
+
+
+def _expression(pattern: str) -> str:
+    """The regular expression that PEFT makes of a pattern."""
+    return rf"(.*\.)?({pattern})$"

@@ -83,6 +83,10 @@ def test_each_file_format_is_read(form: str, tmp_path: Path) -> None:
         ({"lora_alpha": 16}, (4, 4)),
         ({"lora_alpha": 16, "use_rslora": True}, (8, 8)),
         ({"lora_alpha": 8, "alpha_pattern": {"1.attn.to_out.0": 1, "nothing": 3}}, (2, 0.25)),
+        # As PEFT matches them: names without its prefix, whole or from a dot on, and each alternative as the others.
+        ({"lora_alpha": 8, "alpha_pattern": {"to_q|to_out": 1, r"to_out\.0|x": 4}}, (0.25, 1)),
+        ({"lora_alpha": 8, "alpha_pattern": {r"^blocks\.0\..*": 1, "^to_out.0": 4}}, (0.25, 2)),
+        ({"lora_alpha": 8, "alpha_pattern": {"base_model.model.blocks.0.attn.to_q": 1, "o_q": 1}}, (2, 2)),
     ],
 )
 def test_scales_follow_the_peft_config(config: dict[str, Any], scales: tuple[float, float], tmp_path: Path) -> None:
@@ -104,7 +108,13 @@ def test_ranks_and_types_differ_by_module(tmp_path: Path) -> None:
 def test_metadata_of_diffusers(tmp_path: Path) -> None:
     tensors = {"unet.a.q.lora_A.weight": A, "unet.a.q.lora_B.weight": B, "text_encoder.q.lora_A.weight": A}
     tensors["text_encoder.q.lora_B.weight"] = B
-    settings = {"unet.r": 4, "unet.lora_alpha": 16, "unet.use_rslora": True, "text_encoder.lora_alpha": 2}
+    settings: dict[str, Any] = {
+        "unet.r": 4,
+        "unet.lora_alpha": 16,
+        "unet.use_rslora": True,
+        "text_encoder.lora_alpha": 1,
+    }
+    settings["text_encoder.alpha_pattern"] = {"^q": 2}  # without the model's name
     path = written(tmp_path / "x.safetensors", tensors, {"lora_adapter_metadata": json.dumps(settings)})
     scales = {module: update.scale for module, update in read_adapter(path).updates.items()}
     assert scales == {"unet.a.q": 16 / math.sqrt(4), "text_encoder.q": 0.5}
