@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ class LoadedAdapter:
     """An adapter in memory: A and B of each slot that it has an update for, by the slot's number. B has the scale.
 
     Both are matrices with a row for each unit of the rank, whatever the slot's layout. `unmatched` are the updates
-    without a slot, with the reason.
+    without a slot, with the reason. `number` is its own: names are those of other adapters later.
     """
 
     scale: float
     arrays: Mapping[int, tuple[Array, Array]]
     unmatched: Mapping[str, str]
+    number: int = field(default_factory=itertools.count().__next__)
 
     def rank(self, number: int) -> int:
         """The rank of the update of the slot of this number; 0 if there is none."""
@@ -154,7 +156,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         adapters = [(self._loaded[name], times) for name, times in parts]
         ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
         rank = padded_rank(max(ranks))
-        return self._kept.get(parts, rank, partial(self._add, adapters, rank))
+        key = tuple((adapter.number, times) for adapter, times in adapters)
+        held = self._kept.get(key, rank, partial(self._add, adapters, rank))
+        if any(self._loaded.get(name) is not adapter for (name, _), (adapter, _) in zip(parts, adapters, strict=True)):
+            self._kept.clear()  # a thread has replaced an adapter since it was read, and cleared too early for this sum
+        return held
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
         with blamed("name one adapter, or give strengths by name, as in {'style': 0.8}"):

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
 from splitc.runtime.adapters.asked import read_names
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.package.manifest import Slot, Tensor
@@ -175,6 +176,27 @@ def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
     assert (made_a.shape, made_b.shape) == ((16, 5, *kernel), (7, 16, *ones))
     np.testing.assert_allclose(product((made_a, made_b)), expected, rtol=1e-5, atol=1e-5)
     assert not held.arrays["a1"].any() and not held.arrays["b1"].any()
+
+
+def test_replaced_adapter_is_never_kept_as_the_new_one(tmp_path: Path) -> None:
+    """A thread may replace it after a request has read it, and before the request's sum is kept."""
+
+    class Late(KeptSums):
+        def get(self, *asked: Any) -> HeldSum:
+            if files:
+                adapters.load("style", files.pop())
+            return super().get(*asked)
+
+    slots = [Slot(["up"], 5, 7, Tensor("a", "float32", [5, "r"]), Tensor("b", "float32", ["r", 7]), 1.0, [])]
+    files = [write_peft(tmp_path / f"{seed}", random_pairs({"up": (5, 7)}, 4, seed)) for seed in range(2)]
+    dropped = deque[int]()
+    adapters = Adapters(slots, Late(itertools.count(), dropped, None))
+    adapters.load("style", files.pop())
+    old, new = adapters.sum("style"), adapters.sum("style")
+    assert old is not None and new is not None and (old.arrays["b"] != new.arrays["b"]).any()
+    assert adapters.sum("style") is new and not dropped
+    del old
+    assert list(dropped) == [0]
 
 
 def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path]) -> None:
