@@ -15,6 +15,17 @@ from splitc.runtime.files.written import read_config
 CONFIG = "adapter_config.json"
 # What PEFT's files have before a module's name.
 PREFIX = "base_model.model."
+# Settings of other kinds of adapters.
+KINDS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA, whose matrices are block-diagonal",
+    "alora_invocation_tokens": "aLoRA",
+    "layer_replication": "LoRA of a model with repeated layers",
+    "target_parameters": "LoRA of single parameters",
+}
+# Initializations that change the base weights: the first product of A and B is taken from them, or they are quantized.
+CHANGING = ("pissa", "corda", "olora", "lora_ga", "loftq")
 
 
 @dataclass(frozen=True)
@@ -51,16 +62,7 @@ def read_scaling(folder: Path) -> Scaling:
 
 def scaling_of(config: Mapping[str, Any], where: str, prefix: str) -> Scaling:
     """The scaling of a config, whose file has a prefix before modules' names. `where` it is, is for messages."""
-    kind = config.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise MisuseError(f"{where} is of the kind {kind}, and only LORA is known")
-    for key, what in (("use_dora", "DoRA"), ("use_qalora", "QA-LoRA"), ("alora_invocation_tokens", "aLoRA")):
-        if config.get(key):
-            raise MisuseError(f"{where} is of the kind {what} ({key}), and only plain LoRA is known")
-    if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
-    if saved := config.get("modules_to_save"):
-        raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
+    _check_plain(config, where)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise MisuseError(f"{where} has an alpha_pattern that is not an object of numbers by name: {patterns}")
@@ -75,6 +77,28 @@ def scaling_of(config: Mapping[str, Any], where: str, prefix: str) -> Scaling:
                 f"{where} has the alpha_pattern '{pattern}', which is not a regular expression: {error}"
             ) from None
     return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns, prefix)
+
+
+def _check_plain(config: Mapping[str, Any], where: str) -> None:
+    """Raise MisuseError for a config of another kind than matrices that are added to the original model's layers."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise MisuseError(f"{where} is of the kind {kind}, and only LORA is known")
+    for key, what in KINDS.items():
+        if config.get(key):
+            raise MisuseError(f"{where} is of the kind {what} ({key}), and only plain LoRA is known")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
+    if saved := config.get("modules_to_save"):
+        raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
+    begin = config.get("init_lora_weights")
+    if str(begin).lower().startswith(CHANGING):
+        raise MisuseError(
+            f"{where} was trained beside changed base weights (init_lora_weights={begin}), and is wrong beside the "
+            "original ones: convert it to plain LoRA, by PEFT's save_pretrained(folder, "
+            "path_initial_model_for_weight_conversion=...), or export the model with the changed weights, and say "
+            "init_lora_weights=true in the config"
+        )
 
 
 def _expression(pattern: str) -> str:

@@ -82,6 +82,8 @@ def test_each_file_format_is_read(form: str, tmp_path: Path) -> None:
     [
         ({"lora_alpha": 16}, (4, 4)),
         ({"lora_alpha": 16, "use_rslora": True}, (8, 8)),
+        ({"lora_alpha": 16, "init_lora_weights": "gaussian", "use_bdlora": None, "target_parameters": []}, (4, 4)),
+        ({"lora_alpha": 16, "init_lora_weights": True, "layer_replication": None}, (4, 4)),
         ({"lora_alpha": 8, "alpha_pattern": {"1.attn.to_out.0": 1, "nothing": 3}}, (2, 0.25)),
         # As PEFT matches them: names without its prefix, whole or from a dot on, and each alternative as the others.
         ({"lora_alpha": 8, "alpha_pattern": {"to_q|to_out": 1, r"to_out\.0|x": 4}}, (0.25, 1)),
@@ -173,6 +175,13 @@ def test_damaged_metadata_is_refused(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "of the kind IA3"),
         ({"use_dora": True}, "of the kind DoRA"),
+        ({"use_bdlora": {"nblocks": 2}}, r"of the kind BD-LoRA, .* \(use_bdlora\)"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, r"repeated layers \(layer_replication\)"),
+        ({"target_parameters": ["experts.up"]}, r"single parameters \(target_parameters\)"),
+        *(
+            ({"init_lora_weights": begin}, f"changed base weights .init_lora_weights={begin}.*save_pretrained")
+            for begin in ("pissa", "pissa_niter_16", "corda", "OLoRA", "lora_ga", "loftq")
+        ),
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["head"]}, "whole modules beside its matrices ..'head'"),
         ({"modules_to_save": 5}, "whole modules beside its matrices .5"),
