@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import MisuseError
 
 # The largest rank. A choice: files of adapters have up to some hundreds.
 MOST_RANK = 1 << 14
@@ -29,6 +32,22 @@ class LowRank:
     read_a: Callable[[], Array]
     read_b: Callable[[], Array]
     for_slots: bool = False
+
+
+def read_pair(update: LowRank, name: str) -> tuple[Array, Array]:
+    """A and B of an update in single precision, read from the file of the adapter `name`.
+
+    Raises MisuseError for numbers that are not finite.
+    """
+    a, b = update.read_a(), update.read_b()
+    with np.errstate(over="ignore"):
+        a, b = a.astype(np.float32), b.astype(np.float32)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise MisuseError(
+            f"the adapter {name} has numbers for '{update.module}' that are not finite in float32: its file is "
+            "damaged, or its training failed"
+        )
+    return a, b
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.adapters.adapter import Adapter, LowRank
+from splitc.runtime.adapters.adapter import Adapter, LowRank, read_pair
 from splitc.runtime.adapters.adapter_files import adapter_of
 from splitc.runtime.adapters.asked import open_adapter, summed
 from splitc.runtime.adapters.held import HeldSum
@@ -105,7 +105,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
         layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs, tuple(slot.kernel)) for slot in self._slots]
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
-        arrays = {number: _arrays(update, self._slots[number]) for number, update in matches.updates.items()}
+        arrays = {
+            number: _arrays(update, self._slots[number], adapter.name) for number, update in matches.updates.items()
+        }
         return self.put(name, LoadedAdapter(scale, arrays, matches.unmatched))
 
     def put(self, name: str, adapter: LoadedAdapter) -> LoadedAdapter:
@@ -157,7 +159,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
         rank = padded_rank(max(ranks))
         key = tuple((adapter.number, times) for adapter, times in adapters)
-        held = self._kept.get(key, rank, partial(self._add, adapters, rank))
+        held = self._kept.get(key, rank, partial(self._add, [name for name, _ in parts], adapters, rank))
         if any(self._loaded.get(name) is not adapter for (name, _), (adapter, _) in zip(parts, adapters, strict=True)):
             self._kept.clear()  # a thread has replaced an adapter since it was read, and cleared too early for this sum
         return held
@@ -183,30 +185,49 @@ class Adapters(Mapping[str, LoadedAdapter]):
             known = first_few(list(self._loaded)) or "none"
             raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
-    def _add(self, adapters: Sequence[tuple[LoadedAdapter, float]], rank: int) -> dict[str, Array]:
+    def _add(
+        self, names: Sequence[str], adapters: Sequence[tuple[LoadedAdapter, float]], rank: int
+    ) -> dict[str, Array]:
         """The arrays of a sum: the adapters' ranks side by side, each B times its adapter's factor.
 
-        All slots are padded with zeros to one rank, so that shapes stay the same from sum to sum.
+        All slots are padded with zeros to one rank, so that shapes stay the same from sum to sum. Raises MisuseError
+        for a factor that makes numbers which are not finite.
         """
         feeds: dict[str, Array] = {}
         for number, slot in enumerate(self._slots):
             a, b = feeds[slot.a.name], feeds[slot.b.name] = _zeros(slot.a, rank), _zeros(slot.b, rank)
             a, b = _rows(slot, a, b)
             start = 0
-            for adapter, times in adapters:
+            for name, (adapter, times) in zip(names, adapters, strict=True):
                 if number in adapter.arrays:
-                    stop = start + adapter.rank(number)
+                    part = slice(start, start + adapter.rank(number))
                     first, second = adapter.arrays[number]
-                    a[start:stop], b[start:stop] = first, second * np.float32(times * adapter.scale)
-                    start = stop
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        a[part], b[part] = first, second * np.float32(times * adapter.scale)
+                    if not (np.isfinite(a[part]).all() and np.isfinite(b[part]).all()):
+                        raise MisuseError(
+                            f"the adapter '{name}', times {times * adapter.scale:g}, has numbers that are not finite "
+                            f"in {slot.b.dtype}, for the layer {slot.names[0]}: ask for a smaller strength"
+                        )
+                    start = part.stop
         return feeds
 
 
-def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
-    """A and B of an update in single precision, with a row for each unit of the rank. B has the scale."""
-    a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
-    scale = np.float32(update.scale if update.for_slots else update.scale / slot.factor)
-    return a.reshape(len(a), -1), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
+def _arrays(update: LowRank, slot: Slot, name: str) -> tuple[Array, Array]:
+    """A and B of an update in single precision, with a row for each unit of the rank. B has the scale.
+
+    Raises MisuseError if numbers are not finite; `name` is the adapter's.
+    """
+    a, b = read_pair(update, name)
+    scale = update.scale if update.for_slots else update.scale / slot.factor
+    with np.errstate(over="ignore", invalid="ignore"):
+        b = np.ascontiguousarray(b.reshape(len(b), -1).T * np.float32(scale))
+    if not np.isfinite(b).all():
+        raise MisuseError(
+            f"the adapter {name} has numbers for '{update.module}' that are not finite in float32, times its scale "
+            f"{scale:g}"
+        )
+    return a.reshape(len(a), -1), b
 
 
 def _zeros(tensor: Tensor, rank: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,34 @@ def test_what_has_no_layer_is_a_warning(decoder: Path, tmp_path: Path) -> None:
         plan_model(
             decoder, ["cpu0"], Request(lora=[(str(write_peft(tmp_path / "x", random_pairs({"h.0.q": (64, 64)}))), 1)])
         )
+
+
+@pytest.mark.parametrize(
+    ("number", "strength", "why"),
+    [
+        (
+            np.nan,
+            1.0,
+            r"style has numbers for 'base_model\.model\.blocks\.0\.gemm\.down' that are not finite",
+        ),
+        (-np.inf, 1.0, r"has numbers for '.*gemm\.down' that are not finite"),
+        (1.0, 1e39, r"down' times 2e\+39, makes numbers that are not finite in float"),
+        (1.0, 1e6, r"halves\.down' times 2e\+06, makes numbers that are not finite in float16, the type of blocks\.1"),
+    ],
+)
+def test_adapters_that_make_weights_infinite_are_refused(
+    number: float, strength: float, why: str, model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Those with such numbers are before there is a plan. Nothing warns before."""
+    pairs = random_pairs({"blocks.0.gemm.down": (WIDE, NARROW), "blocks.1.halves.down": (WIDE, NARROW)})
+    pairs["blocks.0.gemm.down"][0][0, 0] = number
+    adapter = write_peft(tmp_path / "style", pairs)
+    with warnings.catch_warnings(), pytest.raises(MisuseError, match=why):
+        warnings.simplefilter("error", RuntimeWarning)
+        plan = plan_model(model[0], "2xcpu", Request(split_mode="layer", lora=[(str(adapter), strength)]))
+        assert np.isfinite(number)
+        compile_model(plan, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
 
 
 def test_weights_that_take_none(tmp_path: Path) -> None:

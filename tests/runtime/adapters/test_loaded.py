@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,6 +198,27 @@ def test_replaced_adapter_is_never_kept_as_the_new_one(tmp_path: Path) -> None:
     assert adapters.sum("style") is new and not dropped
     del old
     assert list(dropped) == [0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_numbers_that_are_not_finite_are_refused(dtype: str, tmp_path: Path) -> None:
+    """In a file, or times a strength in the slots' type; and nothing warns before."""
+    slots = [Slot(["up"], 5, 7, Tensor("a", dtype, [5, "r"]), Tensor("b", dtype, ["r", 7]), 1.0, [])]
+    adapters, pairs = Adapters(slots, KeptSums(itertools.count(), deque(), None)), random_pairs({"up": (5, 7)})
+    adapters.load("good", write_peft(tmp_path / "good", pairs), 0.5)
+    pairs["up"][1][0, 0] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for file in (write_peft(tmp_path / "bad", pairs), {"up.lora_A.weight": np.full((1, 5), 1e300)}):
+            if isinstance(file, dict):
+                file["up.lora_B.weight"] = np.ones((7, 1))
+            with pytest.raises(MisuseError, match=r"has numbers for '.*up' that are not finite in float32"):
+                adapters.load("good", file)
+        for strength in (1e300, -1e39, *([1e6] if dtype == "float16" else [])):
+            with pytest.raises(MisuseError, match=f"the adapter 'good', times .*finite in {dtype}, for the layer up"):
+                adapters.sum({"good": strength})
+    held = adapters.sum("good")
+    assert held is not None and np.isfinite(held.arrays["b"].astype(np.float32)).all()
 
 
 def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path]) -> None:
