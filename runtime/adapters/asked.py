@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.adapter_files import read_adapter
@@ -21,24 +22,29 @@ PARTS = {
 def parse_adapters(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """The files, or folders, with how strong each is: 1 unless a number stands behind a colon.
 
-    Raises MisuseError for a number that is none.
+    What exists is a file's name as it stands. Raises MisuseError for a number that is none.
     """
-    asked = []
-    for text in texts:
-        match = re.fullmatch(r"(.+):([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)", text)
-        path, strength = (match[1], float(match[2])) if match else (text, 1.0)
-        if not math.isfinite(strength):
-            raise MisuseError(f"{text}: an adapter's strength is a number, as in {path}:0.8")
-        asked.append((path, strength))
-    return tuple(asked)
+    return tuple((text, 1.0) if _exists(text) or _exists(text.partition("=")[2]) else _parse(text) for text in texts)
 
 
 def read_names(text: str) -> dict[str, float] | None:
     """The adapters that a client's request names, as in `style` or `style:0.8,pose:0.3`; None if it names none.
 
-    Raises MisuseError as `parse_adapters`.
+    Raises MisuseError for a number that is none.
     """
-    return summed(parse_adapters([part.strip() for part in text.split(",")])) if text else None
+    return summed(_parse(part.strip()) for part in text.split(",")) if text else None
+
+
+def _parse(text: str) -> tuple[str, float]:
+    match = re.fullmatch(r"(.+):([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)", text)
+    path, strength = (match[1], float(match[2])) if match else (text, 1.0)
+    if not math.isfinite(strength):
+        raise MisuseError(f"{text}: an adapter's strength is a number, as in {path}:0.8")
+    return path, strength
+
+
+def _exists(path: str) -> bool:
+    return bool(path) and Path(path).exists()
 
 
 def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -52,10 +58,11 @@ def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
 def open_adapter(text: str) -> Adapter:
     """The adapter of a file or folder. With a model's name before it, as in `unet=FILE`, its part for this model.
 
-    Raises MisuseError as `read_adapter`, and for a file that has other parts only.
+    What exists is a file's name as it stands. Raises MisuseError as `read_adapter`, and for a file that has other parts
+    only.
     """
     part, equals, path = text.partition("=")
-    if not equals or not re.fullmatch(r"\w+", part):
+    if not equals or not re.fullmatch(r"\w+", part) or _exists(text):
         return read_adapter(text)
     adapter = read_adapter(path)
     parts = divide(adapter)

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from splitc.runtime.adapters.adapter_files import adapter_of, read_adapter
-from splitc.runtime.adapters.asked import open_adapter, parse_adapters
+from splitc.runtime.adapters.asked import open_adapter, parse_adapters, read_names
 from splitc.runtime.arrays.ort_values import host_value
 from splitc.runtime.errors import MisuseError
 from tests.helpers.adapters import Pairs, random_pairs, write_kohya, write_peft
@@ -234,6 +234,23 @@ def test_adapter_options_are_parsed() -> None:
         *(("a.safetensors", 1.0), ("b", 0.5), ("c", -2.0), ("d", 0.25)),
         *(("C:\\x.safetensors", 1.0), ("e", 0.1), ("f:x", 1.0)),
     )
+
+
+def test_names_of_files_may_look_like_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning names folders so. Requests to servers name adapters and not files."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("epoch=3-step=100", "r8:0.5"):
+        write_peft(Path(name), PAIRS)
+    asked = parse_adapters(["epoch=3-step=100", "epoch=3-step=100:0.5", "unet=r8:0.5", "r8:0.5", "r8:0.5:2", "r8:0.25"])
+    assert asked == (
+        *(("epoch=3-step=100", 1.0), ("epoch=3-step=100", 0.5), ("unet=r8:0.5", 1.0)),
+        *(("r8:0.5", 1.0), ("r8:0.5", 2.0), ("r8", 0.25)),
+    )
+    for text, _ in asked[:-1]:
+        assert open_adapter(text).updates.keys() == read_adapter("r8:0.5").updates.keys()
+    assert read_names("r8:0.5") == {"r8": 0.5}
+    with pytest.raises(MisuseError, match=r"^4 does not exist"):
+        open_adapter("epoch=4")
 
 
 def test_parts_of_a_file_for_several_models(tmp_path: Path) -> None:
