@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from splitc.runtime.adapters.adapter import Adapter
@@ -26,6 +27,9 @@ Weight = float | Mapping[str, float] | None
 
 class PackageAdapters:
     """The adapters of a pipeline on a package. `sessions_of` gives its models by component."""
+
+    # The sums that `disable_lora` switched off, by component.
+    _switched_off: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
     def load_lora_weights(
         self,
@@ -60,6 +64,7 @@ class PackageAdapters:
             for session in done:
                 session.adapters.unload(name)
             raise
+        self._switched_off = {}
         for session in done:
             session.adapters.use(name)
             for note in session.adapters.notes:
@@ -87,6 +92,7 @@ class PackageAdapters:
             }
             for component, session in sessions.items()
         }
+        self._switched_off = {}
         for component, asked in sums.items():
             sessions[component].adapters.use(asked)
 
@@ -113,9 +119,20 @@ class PackageAdapters:
         return list(dict.fromkeys(name for session in sessions_of(self).values() for name in session.adapters.used))
 
     def disable_lora(self) -> None:
-        """Use no adapter until the next `set_adapters`."""
-        for session in sessions_of(self).values():
+        """Use no adapter until the next `enable_lora` or `set_adapters`."""
+        sessions = sessions_of(self)
+        if used := {name: session.adapters.used for name, session in sessions.items() if session.adapters.used}:
+            self._switched_off = used
+        for session in sessions.values():
             session.adapters.use({})
+
+    def enable_lora(self) -> None:
+        """Use the adapters again that `disable_lora` switched off, unless others were set or loaded since."""
+        sessions = sessions_of(self)
+        off, self._switched_off = self._switched_off, {}
+        for component, used in off.items():
+            adapters = sessions[component].adapters
+            adapters.use({name: times for name, times in used.items() if name in adapters})
 
 
 def scaled(used: Mapping[str, float], scale: float) -> dict[str, float]:

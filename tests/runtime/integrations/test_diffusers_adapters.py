@@ -60,3 +60,25 @@ def test_prompts_are_encoded_with_scaled_adapters(drawing: Any) -> None:
     with pytest.raises(ValueError, match="nothing"):
         drawing.encode_prompt("", lora_scale=3.0, clip_skip=2)
     assert drawing.used["style"] == 3.0 and session.adapters.used == {"style": 1.0, "pose": -0.5}
+
+
+def test_adapters_are_switched_off_and_on(drawing: Any) -> None:
+    """With the same strengths, those that are still loaded; not if others were set since."""
+    session = drawing.components["text_encoder"].sessions["forward"]
+    drawing.enable_lora()  # they are on
+    assert session.adapters.used == {"style": 1.0, "pose": -0.5}
+    for _ in range(2):
+        drawing.disable_lora()
+        assert not session.adapters.used and list(session.adapters) == ["style", "pose"]
+    drawing.delete_adapters("style")
+    for _ in range(2):
+        drawing.enable_lora()
+        assert session.adapters.used == {"pose": -0.5}
+    drawing.disable_lora()
+    drawing.set_adapters("pose", 0.25)
+    drawing.enable_lora()
+    assert session.adapters.used == {"pose": 0.25}
+    drawing.disable_lora()
+    drawing.unload_lora_weights()
+    drawing.enable_lora()
+    assert not session.adapters.used
