@@ -7,7 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -49,13 +49,20 @@ def find_packages(package: Path, module: str | None, name: str | None = None) ->
 
 @contextmanager
 def new_models(target: Path, names: Iterable[str]) -> Iterator[list[Path]]:
-    """New folders of these names in the folder `target`, which is made if it is not there."""
+    """New folders of these names in the folder `target`. It is made if it is not there, and then removed on errors."""
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MisuseError(f"can't write into {target}: {error.strerror}") from error
-    with ExitStack() as stack:
-        yield [stack.enter_context(new_folder(target / name)) for name in names]
+    try:
+        with ExitStack() as stack:
+            yield [stack.enter_context(new_folder(target / name)) for name in names]
+    except BaseException:
+        with suppress(OSError):  # another process has written into it meanwhile
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def new_folder(target: Path) -> AbstractContextManager[Path]:

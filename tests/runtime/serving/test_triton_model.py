@@ -261,6 +261,7 @@ def test_sequences_keep_the_adapter_that_they_begin_with(
 
 
 def test_adapters_that_are_not_exported(slotted: Path, package: Path, adapters: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
     for source, own, why in (
         (package, adapters, "has no slots for adapters"),
         (slotted, {"style": str(tmp_path / "none")}, "does not exist"),
@@ -268,7 +269,9 @@ def test_adapters_that_are_not_exported(slotted: Path, package: Path, adapters: 
     ):
         with pytest.raises(MisuseError, match=why):
             export_triton(source, tmp_path / "models", Serving("package", adapters=own))
-        assert not list((tmp_path / "models").iterdir())
+        with pytest.raises(MisuseError, match=why):
+            export_triton(source, tmp_path / "new" / "models", Serving("package", adapters=own))
+        assert not list((tmp_path / "models").iterdir()) and not (tmp_path / "new").exists()
     said = splitc("export", "triton", slotted, "-o", tmp_path / "bad", "--adapter", adapters["style"], code=2)
     assert "give it a name" in said.stderr
     twice = ["--adapter", f"style={adapters['style']}"] * 2
