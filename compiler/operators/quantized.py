@@ -105,6 +105,26 @@ def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> Non
         op.relate_all(table, [columns, blocks])
 
 
+def quantized_embed_layer_norm(op: Operation) -> None:
+    """The sum of rows of three quantized tables, normalized; after the mask come their scales and zero points."""
+    for number in (0, 1, 7):
+        if op.has(number):
+            op.relate_all(op.input(number), op.output()[:2])
+    if op.has_output(1):
+        op.relate(op.output(1)[0], op.output()[0])
+    tables = [axis for number in range(2, 7) if op.has(number) for axis in op.input(number)]
+    op.whole([*op.output()[1:], *tables], "it normalizes rows of tables")
+
+
+def quantized_embed_shape(context: Any, node: ir.Node) -> None:
+    """A row of the table of words for each token, in the type of its scale, and a number for each text."""
+    ids, words, scale = node.inputs[0], node.inputs[2], node.inputs[8]
+    if ids is None or ids.shape is None or words is None or words.shape is None or scale is None:
+        return
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape([*ids.shape, words.shape[1]]), scale.dtype)
+    context.set_shape_and_dtype(node.outputs[1], ir.Shape([ids.shape[0]]), ids.dtype)
+
+
 def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(outputs[0]) * node.attributes.get_int("K", 1)
 
@@ -139,5 +159,14 @@ OPERATORS = (
         scratch=scratch.quantized_product,
         reserves=True,
         half_scratch=scratch.nothing,
+    ),
+    Operator(
+        "com.microsoft.QEmbedLayerNormalization",
+        quantized_embed_layer_norm,
+        shapes=quantized_embed_shape,
+        lookups=((0, 2), (1, 4)),
+        masks=(7,),
+        is_product=True,
+        is_norm=True,
     ),
 )

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.helpers.blocks import SHARES, Block, check_split
-from tests.helpers.operators import INNER, Middle, Tiny, check_operator, number, sandwich, softmax, stored
+from tests.helpers.operators import HIDDEN, INNER, Middle, Tiny, check_operator, number, sandwich, softmax, stored
 
 
 def rounded_activation(domain: str = "") -> Middle:
@@ -83,6 +83,26 @@ def few_bits(zeros: bool) -> Block:
     return b
 
 
+def embedded() -> Block:
+    """Quantized tables and norm in one operator, replicated; the rest is split."""
+    b = Block()
+    given = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
+    ids = [b.op("Cast", value, to=ir.DataType.INT32) for value in given]
+    shapes = {
+        "words": (30, HIDDEN),
+        "places": (8, HIDDEN),
+        "types": (2, HIDDEN),
+        "s": (HIDDEN,),
+        "t": (HIDDEN,),
+    }
+    tables = [stored(b, name, *shape) for name, shape in shapes.items()]
+    steps, zeros = ([b.constant(value, dtype)] * len(tables) for value, dtype in ((0.01, np.float32), (9, np.int8)))
+    x = b.ops("com.microsoft.QEmbedLayerNormalization", *ids, *tables, None, *steps, *zeros, outputs=2)[0]
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER)))
+    b.give(softmax(b, b.op("MatMul", inner, b.w("B", INNER, HIDDEN))))
+    return b
+
+
 GRAPHS: dict[str, Tiny] = {
     "DequantizeLinear": Tiny(scales_by_column_and_block, "AaBb", sums=1, shares=SHARES),
     "QuantizeLinear": sandwich(rounded_activation(), shares=SHARES),
@@ -91,6 +111,7 @@ GRAPHS: dict[str, Tiny] = {
     ),
     "com.microsoft.QuantizeLinear": sandwich(rounded_by_column, split={"scales", "zeros"}),
     "DynamicQuantizeLinear": sandwich(scale_found_at_run_time),
+    "com.microsoft.QEmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
     "com.microsoft.MatMulNBits": Tiny(
         lambda: few_bits(False), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES
     ),
