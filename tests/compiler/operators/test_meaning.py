@@ -30,6 +30,8 @@ INPUTS: dict[str, str] = {
     "cos_cache sin_cache position_ids attention_bias",
     "com.microsoft.MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key past_value",
     "com.microsoft.QAttention": "input weight bias input_scale weight_scale mask_index input_zero_point",
+    "com.microsoft.QEmbedLayerNormalization": "input_ids segment_ids word_embedding "
+    "position_embedding segment_embedding gamma beta mask",
     "com.microsoft.RotaryEmbedding": "input position_ids cos_cache sin_cache",
     "splitc.compiler.LatentAttention": "query key latent past_key past_latent seqlens_k total_sequence_length "
     "key_query - - attention_bias",
