@@ -147,10 +147,12 @@ def with_scaled_prompt(plain: Callable[..., Any]) -> Callable[..., Any]:
     def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(plain).bind(self, *args, **kwargs)
         scale = bound.arguments.pop("lora_scale", None)  # diffusers would look for its own layers
+        if scale is None:
+            return plain(*bound.args, **bound.kwargs)
         used = {session: session.adapters.used for session in sessions_of(self).values()}
         try:
             for session, names in used.items():
-                session.adapters.use(scaled(names, 1.0 if scale is None else scale))
+                session.adapters.use(scaled(names, scale))
             return plain(*bound.args, **bound.kwargs)
         finally:
             for session, names in used.items():
