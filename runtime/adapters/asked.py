@@ -27,6 +27,12 @@ def parse_adapters(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     return tuple((text, 1.0) if _exists(text) or _exists(text.partition("=")[2]) else _parse(text) for text in texts)
 
 
+def as_pairs(files: str | Iterable[str | tuple[str, float]]) -> list[tuple[str, float]]:
+    """Files of adapters, each with how strong it is; text is read as on the command line. Raises as parse_adapters."""
+    listed = [files] if isinstance(files, str) else files
+    return [pair for file in listed for pair in (parse_adapters([file]) if isinstance(file, str) else [file])]
+
+
 def read_names(text: str) -> dict[str, float] | None:
     """The adapters that a client's request names, as in `style` or `style:0.8,pose:0.3`; None if it names none.
 
@@ -80,13 +86,15 @@ def divide(adapter: Adapter) -> dict[str | None, Adapter]:
     return {name: Adapter(adapter.name, updates) for name, updates in parts.items()}
 
 
-def by_module(asked: Sequence[tuple[str, float]], names: Sequence[str]) -> dict[str, list[tuple[str, float]]]:
+def by_module(
+    asked: str | Iterable[str | tuple[str, float]], names: Sequence[str]
+) -> dict[str, list[tuple[str, float]]]:
     """The adapters of each of a package's modules, whose name stands before the file.
 
     Raises MisuseError for a file with no such name.
     """
     own: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
-    for text, strength in asked:
+    for text, strength in as_pairs(asked):
         module = text.partition("=")[0]
         if module not in own:
             raise MisuseError(f"{text}: say which module the adapter is for, as in {names[0]}=FILE: {', '.join(names)}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank, read_pair
 from splitc.runtime.adapters.adapter_files import adapter_of
-from splitc.runtime.adapters.asked import open_adapter, summed
+from splitc.runtime.adapters.asked import as_pairs, open_adapter, summed
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
@@ -86,9 +86,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         adapter = adapter_of(file) if isinstance(file, Mapping) else open_adapter(str(file))
         return self.add(name, adapter, scale)
 
-    def use_files(self, files: Iterable[tuple[str, float]]) -> None:
-        """Load files, and make their sum the default for requests that name no adapters."""
-        sums = summed(files)
+    def use_files(self, files: str | Iterable[str | tuple[str, float]]) -> None:
+        """Load files, and make their sum the default for requests that name no adapters.
+
+        Each has its factor beside it, or is text as on the command line: `style.safetensors:0.8`.
+        """
+        sums = summed(as_pairs(files))
         for file in sums:
             self.load(file, file)
         self.use(sums)

@@ -75,7 +75,8 @@ class Session(Requests, Listed):
     - `ranks`: `threads`, `processes` or `mpi`. Default: mpi under mpirun, else threads on CPU devices and a single GPU,
       else processes, as ranks on several GPUs always are. If a process crashes, only sessions with ranks in it break.
     - `host_code`: allows engines with their own code for the host, such as TensorRT's version-compatible ones.
-    - `adapters`: files, each with a factor. Their weighted sum applies to all requests that do not name others.
+    - `adapters`: files, each with a factor, or as on the command line (`style:0.8`). Their weighted sum applies to all
+      requests that do not name others.
     - `shared`: the resources that the modules of a Pipeline share.
 
     Any number of threads may use one session. Raises PackageError for a package that is missing or damaged, or can't be
@@ -94,7 +95,7 @@ class Session(Requests, Listed):
         cuda_graphs: bool = True,
         ranks: str | None = None,
         host_code: bool = False,
-        adapters: Sequence[tuple[str, float]] = (),
+        adapters: str | Sequence[str | tuple[str, float]] = (),
         shared: SharedRanks | None = None,
     ) -> None:
         self.package = find_module(Path(package), module)

@@ -358,6 +358,8 @@ def test_modules_have_adapters_of_their_own(
 def test_what_has_no_slot_is_noted(slotted: Callable[[str], Path], tmp_path: Path) -> None:
     more = {**SIZES, "model.layers.0.self_attn.other": (64, 64)}
     style = write_peft(tmp_path / "style", random_pairs(more, 4, size=0.1))
+    with Session(slotted("layer"), adapters=f"{style}:0.5") as session:
+        assert session.adapters.used == {str(style): 0.5}
     with Session(slotted("layer"), adapters=[(str(style), 1.0)]) as session:
         (note,) = session.notes
         assert f"'{style}' is used in part: 1 of its {len(more)} layers have no slot here, such as" in note
