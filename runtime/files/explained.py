@@ -33,7 +33,9 @@ def explained(error: BaseException) -> SplitcError | None:
         if error.errno in FULL and error.filename is None:
             folder = tempfile.gettempdir()
             free = format_bytes(shutil.disk_usage(folder).free)
-            return SplitcError(f"{error.strerror} (temporary files are written to {folder}, {free} free)")
+            return SplitcError(
+                f"{error.strerror}: where the output goes, or in {folder} ({free} free), where temporary files are"
+            )
         if error.errno == errno.EMFILE:
             return SplitcError("this process may have no more open files: raise their limit (ulimit -n)")
         places = [str(name) for name in (error.filename, error.filename2) if name is not None]

@@ -388,7 +388,7 @@ def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Devi
         if manifest.replicas:
             has = f"each replica of the package has {count} rank{'s' * (count > 1)}"
         named = "1 device is" if len(devices) == 1 else f"{len(devices)} devices are"
-        raise MisuseError(f"{has}, and {named} named for it")
+        raise MisuseError(f"{has}, and {named} named for it: name one for each of them with -d")
     choose_engine(manifest.engine, devices)
     return devices
 
