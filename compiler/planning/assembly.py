@@ -188,9 +188,18 @@ def why_not_run(analysis: Analysis) -> str | None:
     return None if problem is None else problem.splitlines()[0]
 
 
+# The domain of convolutions whose weights are in the blocks of one kind of CPU (ORT_ENABLE_ALL).
+FOR_ONE_CPU = "com.microsoft.nchwc"
+
+
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
-    """Reasons why the plan's numbers may be wrong."""
+    """Reasons why the plan's numbers may be wrong, or why little can be split."""
     warnings = []
+    if any(node.domain == FOR_ONE_CPU for node in analysis.graph.nodes):
+        warnings.append(
+            f"ONNX Runtime has optimized this file for one machine's CPU ({FOR_ONE_CPU}): little of it can be split, "
+            "and no GPU runs it. Compile the model from before that, or one saved at the level ORT_ENABLE_EXTENDED"
+        )
     if observed := sorted(analysis.costs.bound.observed):
         warnings.append(
             f"splitc has no shape rule for {', '.join(observed)} as used here: shapes were observed in ONNX Runtime"
