@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import made_by, readers_of, value_before
+from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
@@ -17,16 +19,17 @@ from splitc.compiler.fusion.product import (
     read_product,
     weighs,
 )
-from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last, without_nan
+from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last, swaps_last, without_nan
+from splitc.compiler.fusion.written_masks import HIDDEN, kept_by
 
 # The most nodes between the product of queries and keys and the Softmax. A choice: both inputs of an Add are searched
 # for the product, so that the time may double with each Add.
 DEEPEST = 16
-# Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
-HIDDEN = -1e4
 # A number up to this, added to all scores, changes no weights and rounds no scores. TensorFlow's models add 1e-9, and
-# torch.baddbmm is exported with zeros, filled to the shape of the scores.
-SHIFT = 1.0
+# torch.baddbmm is exported with zeros, filled to the shape of the scores. Only up to NO_SHIFT does it change nothing
+# before a softcap or sinks either.
+SHIFT, NO_SHIFT = 1.0, 1e-6
+SHIFTED = "a number is added to all its scores, or a row's maximum is subtracted from them, before"
 NO_SIZES = "the shapes of its queries, keys and values are not known"
 
 
@@ -112,7 +115,8 @@ class Attention:
 class _Scores:
     """The product of queries and keys, and what is done to it before the Softmax. For the fields see Attention.
 
-    `unjoined` are the scores before the sinks are concatenated.
+    `unjoined` are the scores before the sinks are concatenated. `shifted`: a row's scores are all larger or smaller by
+    a number, which changes no weights unless a softcap or sinks follow.
     """
 
     product: Product
@@ -123,6 +127,7 @@ class _Scores:
     softcap: float = 0.0
     sinks: ir.Value | None = None
     unjoined: ir.Value | None = None
+    shifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
     layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
+    _check_apart([*above.passed, softmax.output, *below.passed], above)
     return Attention(
         query=query,
         keys=keys,
@@ -175,6 +181,19 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         softcap=above.softcap,
         sinks=above.sinks,
     )
+
+
+def _check_apart(passed: Sequence[ir.Value], above: _Scores) -> None:
+    """Raise NotFusedError if what is added to scores, or multiplies them, is computed from them: they will be gone."""
+    added = (*(bias.value for bias in above.biases), *(scale.value for scale in above.row_scales), above.sinks)
+    own = {value.producer() for value in passed}
+
+    def below(value: ir.Value) -> list[ir.Value]:
+        return [made for node, _ in value.uses() if node not in own for made in node.outputs]
+
+    others = [value for value in passed if any(node not in own for node, _ in value.uses())]
+    if any(value in added for value in (*passed, *reached(others, below))):
+        raise NotFusedError("its mask, or what multiplies its scores, is computed from them")
 
 
 def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
@@ -211,7 +230,7 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
         elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
-        elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
+        elif users[0].op_type == "Transpose" and swaps_last(users[0]):
             transposed, value = not transposed, users[0].outputs[0]
         elif not transposed and not cut and leaves_out_last(users[0], rank_of):
             cut, value = True, users[0].outputs[0]
@@ -241,13 +260,6 @@ def _read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
     return read_product(node, rank_of)
 
 
-def _swaps_last(node: ir.Node) -> bool:
-    """Whether a Transpose swaps the last two axes, and no others."""
-    order = node.attributes.get_ints("perm", ())
-    rank = len(order)
-    return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
-
-
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     """The product of queries and keys, at most `deepest` nodes above, that scores come from, and what is done to it."""
     node = value.producer()
@@ -259,6 +271,7 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     assert one is not None
     if node.op_type in PASSED | VIEWS or _changes_nothing(node, one):
         above = _find_scores(one, deepest - 1, rank_of)
+        above = replace(above, shifted=above.shifted or node.op_type == "Sub")
     elif node.op_type in ("Mul", "Div"):
         above = _find_scaled(node, deepest, rank_of)
     elif node.op_type in ("Add", "Sub"):
@@ -286,6 +299,8 @@ def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     above = _find_scores(scores, deepest - 1, rank_of)
     if above.sinks is not None:
         raise NotFusedError("its scores are concatenated with attention sinks twice")
+    if above.shifted:
+        raise NotFusedError(f"{SHIFTED} they are concatenated with attention sinks")
     return replace(above, sinks=sinks, unjoined=scores)
 
 
@@ -341,6 +356,8 @@ def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     above = _find_scores(value, deepest - 1, rank_of)
     if above.biases or above.softcap:
         raise NotFusedError("its softcap (Tanh) comes after a mask or another softcap")
+    if above.shifted:
+        raise NotFusedError(f"{SHIFTED} their softcap (Tanh)")
     return replace(above, softcap=1.0)
 
 
@@ -349,7 +366,7 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     reasons = []
     for path, bias in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Add" else 1]:
         assert path is not None and bias is not None
-        kept = _kept_by(path, bias)
+        kept = kept_by(path, bias)
         try:
             above = _find_scores(path if kept is None else kept, deepest - 1, rank_of)
         except NotFusedError as error:
@@ -357,31 +374,11 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         else:
             number = same_number(bias)
             if number is not None and abs(number) <= SHIFT:
-                return above
+                return replace(above, shifted=above.shifted or abs(number) > NO_SHIFT)
             added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)
             return replace(above, biases=(*above.biases, added))
     # The reason of the input that does lead to a product says more.
     raise next((reason for reason in reasons if "no product" not in str(reason)), reasons[0])
-
-
-def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
-    """The scores in mask x scores + low x (not mask), which computes the same as a Where; None for any other sum."""
-    kept, hidden = made_by(path, "Mul"), factor_of(made_by(bias, "Mul"))
-    if kept is None or hidden is None or hidden[1] > HIDDEN:
-        return None
-    negation = made_by(_cast_of(hidden[0]), "Not")
-    if negation is None:
-        return None
-    for one, other in (kept.inputs, kept.inputs[::-1]):
-        if one is not None and _cast_of(one) is negation.inputs[0]:
-            return other
-    return None
-
-
-def _cast_of(value: ir.Value) -> ir.Value | None:
-    """The boolean value that a value is cast from; None if there is none."""
-    source = value_before(value, "Cast")
-    return source if source is not None and source.dtype == ir.DataType.BOOL else None
 
 
 def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:

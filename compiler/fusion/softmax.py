@@ -105,3 +105,10 @@ def without_nan(value: ir.Value) -> ir.Value | None:
     asked, zero, kept = where.inputs
     fits = asked is kinds["IsNaN"].outputs[0] and constant(zero) == 0.0 and kept is value
     return where.outputs[0] if fits else None
+
+
+def swaps_last(node: ir.Node) -> bool:
+    """Whether a Transpose swaps the last two axes, and no others."""
+    order = node.attributes.get_ints("perm", ())
+    rank = len(order)
+    return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
