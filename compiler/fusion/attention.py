@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.frontend.matching import is_onnx, readers_of
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
@@ -189,9 +189,10 @@ def _check_apart(passed: Sequence[ir.Value], above: _Scores) -> None:
     own = {value.producer() for value in passed}
 
     def below(value: ir.Value) -> list[ir.Value]:
-        return [made for node, _ in value.uses() if node not in own for made in node.outputs]
+        readers = [node for node, _ in value.uses() if node not in own and not is_onnx(node, "Shape")]
+        return [made for node in readers for made in node.outputs]
 
-    others = [value for value in passed if any(node not in own for node, _ in value.uses())]
+    others = [made for value in passed for made in below(value)]
     if any(value in added for value in (*passed, *reached(others, below))):
         raise NotFusedError("its mask, or what multiplies its scores, is computed from them")
 

@@ -164,8 +164,10 @@ class _Tried:
                 if any(results[name].any() for name in self.blanks):
                     return None
                 made = {name: results[name] for name in self.masks}
+                if not all(_is_whole(mask, numbers) for mask in made.values()):  # as one that is cut from a constant
+                    return None
                 windows = _windows(made, numbers) if windows is None else windows
-                if not all(_is_causal(mask, numbers, windows.get(name)) for name, mask in made.items()):
+                if not all(is_causal(mask, numbers.before, windows.get(name)) for name, mask in made.items()):
                     return None
         except ERRORS:
             return None
@@ -217,6 +219,5 @@ def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, in
     return {name: int(count) for name, count in shown.items() if 0 < count < rows}
 
 
-def _is_causal(mask: np.ndarray, numbers: _Numbers, window: int | None) -> bool:
-    is_whole = mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new
-    return is_whole and is_causal(mask, numbers.before, window)
+def _is_whole(mask: np.ndarray, numbers: _Numbers) -> bool:
+    return mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new

@@ -1,4 +1,4 @@
-"""Scores that are changed before their Softmax in ways that no operator computes: attention stays as it is written."""
+"""Scores that are changed before their Softmax in unusual ways: most attention stays as it is written."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ FORMS = {
     f"r = Where (worse, low, s) {END}",
     "a threshold": f"worse = Less (s, nothing)  r = Where (worse, low, s) {END}",
     "twice": f"r = Add (s, s) {END}",
+    "a mask that is cut from a triangle of 64 tokens": f"""sizes = Shape (k)  all_tokens = Gather (sizes, two)
+        own = Shape (x)  tokens = Gather (own, one)  before = Sub (all_tokens, tokens)
+        rows = Slice (triangle, before, all_tokens, two, one)  mask = Slice (rows, zero, all_tokens, fourth, one)
+        r = Where (mask, s, low) {END}""",
     "a scale by their sum": f"sizes = ReduceL1 <axes = [-1]> (s)  r = Div (s, sizes) {END}",
 }
 
@@ -58,6 +62,7 @@ def test_results_are_those_of_the_model(tmp_path: Path, form: str, device: str) 
     for name, shape in (*((f"w{part}", (64, 64)) for part in "qkvo"), ("sink", (1, 4, 1, 1))):
         weight = (random.standard_normal(shape) / 3).astype(np.float32)
         model.graph.initializer.append(numpy_helper.from_array(weight, name))
+    model.graph.initializer.append(numpy_helper.from_array(np.tri(64, dtype=bool)[None, None], "triangle"))
     onnx.save(model, tmp_path / "model.onnx")
     shapes = {"x": (1, 3, 64), "past_k": (1, 4, 5, 16), "past_v": (1, 4, 5, 16)}
     plan = plan_model(tmp_path / "model.onnx", [device], Request(memory=["1GiB"], shapes=shapes))
