@@ -60,9 +60,20 @@ def fold(node: ir.Node) -> bool:
     if results is None or any(array.size > LONGEST for array in results):
         return False
     for value, array in zip(node.outputs, results, strict=False):
+        if array.dtype == np.float32 and _is_bfloat16(node, value):  # which CPUs compute in float32
+            array = array.astype(ir.DataType.BFLOAT16.numpy())
         value.const_value = tensor = ir.Tensor(array, name=value.name)  # ir.tensor takes seven times as long
         value.shape, value.type = ir.Shape(array.shape), ir.TensorType(tensor.dtype)
     return True
+
+
+def _is_bfloat16(node: ir.Node, value: ir.Value) -> bool:
+    """Whether a float that a node makes is bfloat16, also if its type was not inferred yet."""
+    if value.dtype not in (None, ir.DataType.UNDEFINED):
+        return value.dtype == ir.DataType.BFLOAT16
+    if (asked := node.attributes.get("to", node.attributes.get("dtype"))) is not None:
+        return asked.as_int() == ir.DataType.BFLOAT16
+    return any(read is not None and read.dtype == ir.DataType.BFLOAT16 for read in node.inputs)
 
 
 def _is_short(value: ir.Value) -> bool:

@@ -138,7 +138,8 @@ class _RankGraph:
             if value is None or axes is None or not value.is_initializer() or not self._shards.splits(axes):
                 continue
             assert value.const_value is not None
-            key = (value.name or "", self._shards.key(axes))
+            # Copies of an inlined function have one tensor for a constant in it.
+            key = (str(id(value.const_value)), self._shards.key(axes))
             shard = self._editor.find(key)
             if shard is None:
                 name = unused_name(f"{value.name}/rank{self._rank}", self._graph.initializers)

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
@@ -140,3 +143,23 @@ def test_equal_casts_of_a_value_are_one(write_model: WriteModel) -> None:
     graph = read_graph(path)
     assert [node.op_type for node in graph.nodes] == ["Cast", "Cast", "Cast", "Mul", "Neg"]
     assert len({value for node in graph.nodes if node.op_type == "Mul" for value in node.inputs}) == 1
+
+
+def test_numbers_of_bfloat16_stay_so(write_model: WriteModel, tmp_path: Path) -> None:
+    """CPUs compute them in float32. Gemma's norms have 1 + weight; its scores are divided by the root of a size."""
+    path = write_model(
+        """<ir_version: 10, opset_import: ["" : 22]> g (bfloat16[n, 4] x) => (bfloat16[n, 4] y)
+        <float[4] scale = {1, 2, 3, 4}, float[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8},
+         float one = {1}, int64 last = {-1}>
+        { weight = Cast <to = 16> (w)  wide = Cast <to = 16> (scale)  small = Cast <to = 16> (one)
+          product = MatMul (x, weight)  factor = Add (wide, small)  scaled = Mul (product, factor)
+          sizes = Shape (x)  size = Gather <axis = 0> (sizes, last)  number = Cast <to = 16> (size)
+          root = Sqrt (number)  y = Div (scaled, root) }"""
+    )
+    for mode in ("layer", "tensor"):
+        plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes={"x": (2, 4)}))
+        compile_model(plan, tmp_path / mode)
+        with Session(tmp_path / mode) as session:
+            x = np.ones((2, 4), ir.DataType.BFLOAT16.numpy())
+            given = np.asarray(session.run({"x": x})["y"], np.float32)
+        np.testing.assert_allclose(given, [[12, 24, 40, 60]] * 2, rtol=0.02)

@@ -23,6 +23,22 @@ def test_functions_are_inlined(write_model: WriteModel) -> None:
     assert [node.op_type for node in read_graph(path).nodes] == ["Add"]
 
 
+def test_constants_of_functions_are_cut_in_all_copies(write_model: WriteModel, tmp_path: Path) -> None:
+    path = write_model(
+        """<ir_version: 9, opset_import: ["" : 17, "local" : 1]>
+        g (float[n, 4] x) => (float[n, 4] y) <float[4, 4] v = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8},
+            float[4, 4] w = {4, 3, 2, 1, 8, 7, 6, 5, 4, 3, 2, 1, 8, 7, 6, 5}>
+        { a = local.block (x, v)  b = local.block (a, w)  y = MatMul (b, v) }
+        <opset_import: ["" : 17, "local" : 1], domain: "local"> block (x, w) => (y)
+        { z = Constant <value = float[4] {0.1, 0.2, 0.3, 0.4}> ()
+          m = local.line (x, w, z)  l = Relu (m)  y = Add (l, x) }
+        <opset_import: ["" : 17], domain: "local"> line (x, w, b) => (y) { m = MatMul (x, w)  y = Add (m, b) }"""
+    )
+    for mode in ("layer", "tensor"):
+        plan = plan_model(path, "2xcpu", Request(split_mode=mode, shapes={"x": (2, 4)}))
+        compile_model(plan, tmp_path / mode)  # which compares it with the model
+
+
 def test_of_a_function_named_as_an_operator_the_operator_is_run(write_model: WriteModel, tmp_path: Path) -> None:
     """ONNX Runtime runs its own operator then, whatever the function computes."""
     path = write_model(
