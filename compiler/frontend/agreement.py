@@ -43,3 +43,28 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     axis = node.attributes.get_int("axis", 0)
     others = {tuple(size for n, size in enumerate(shape) if n != axis % len(shape)) for shape in known}
     return len(others) <= 1
+
+
+def unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
+    """The axes of computed values that have one element, although inference did not find them to be 1."""
+    ones = []
+    for value in (value for node in graph.nodes for value in node.outputs):
+        own = value.shape if value.shape is not None else ()
+        for axis, size in enumerate(bound.shapes.get(value.name or "", ())):
+            if size == 1 and value.name not in bound.uncertain and not (axis < len(own) and own[axis] == 1):
+                ones.append((value.name or "", axis))
+    return ones
+
+
+def count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
+    """The number of sizes of computed values that are equal with both shapes, although they are not fixed.
+
+    A size is fixed if it is a number, or a symbol that is one.
+    """
+    count = 0
+    for value in (value for node in graph.nodes for value in node.outputs):
+        one, other = made.shapes.get(value.name or "", ()), bound.shapes.get(value.name or "", ())
+        own = value.shape if value.shape is not None else [None] * len(one)
+        sizes = zip(own, one, other, strict=False)
+        count += sum(a == b and not str(size).isdigit() for size, a, b in sizes)
+    return count

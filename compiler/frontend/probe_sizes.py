@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.agreement import fits
+from splitc.compiler.frontend.agreement import count_alike, fits, unnamed_ones
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import primes, primes_of
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size
@@ -25,6 +26,8 @@ FACTORS = (3, 5, 7, 2)
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 # Shapes are inferred for each size of each symbol: more symbols would take too long.
 MOST_SYMBOLS = 6
+# The most pairs of symbols to try for one that is a sum. A choice: a batch and a token have the same size.
+MOST_PAIRS = 4
 # The smallest primes, in this order, for symbols with which computed axes have less than two elements. Models reduce
 # the sides of images to a 32nd, and the length of sounds to about a 300th.
 LARGER = (67, 1031)
@@ -60,7 +63,8 @@ class Probes:
         """
         if not self._symbols:
             return self.bound
-        ways: list[Way] = [partial(self._numbers, sums) for sums in (True, False)]
+        sums: list[Way] = [partial(self._numbers, True, pair=pair) for pair in self._pairs]
+        ways = [*sums, partial(self._numbers, False)]
         if self._same:
             ways += [partial(way, self._same) for way in ways]
         probed = self._first_probed(ways)
@@ -104,8 +108,9 @@ class Probes:
         alike = {name: firsts.setdefault(size, name) for name, size in self._symbols.items()}
         equal = {name: first for name, first in alike.items() if first != name}
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
-        for same, least in itertools.product((self._same_rows, self._same, self._caches, equal), (0, 1)):
-            numbers = {**self._numbers(True, same, least, primes=primes(3)), **kept}
+        kinds = (self._same_rows, self._same, self._caches, equal)
+        for same, least, pair in itertools.product(kinds, (0, 1), self._pairs):
+            numbers = {**self._numbers(True, same, least, primes=primes(3), pair=pair), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
                 made = self._bind(scaled) if factor == 1 or scaled != numbers else None
@@ -131,16 +136,23 @@ class Probes:
         fixed. Then larger primes are taken if they change more of these sizes.
         """
         other = self._different()
-        alike = _count_alike(self.graph, other, self.bound) if other is not self.bound else 0
+        alike = count_alike(self.graph, other, self.bound) if other is not self.bound else 0
         for smallest in LARGER if alike else ():
             made = self._bind_different(self._numbers(True, self._caches, smallest=smallest))
-            if made is not None and (count := _count_alike(self.graph, made, self.bound)) < alike:
+            if made is not None and (count := count_alike(self.graph, made, self.bound)) < alike:
                 other, alike = self._fixed(made), count
         return other
 
     @cached_property
     def _symbols(self) -> Mapping[str, int]:
         return _symbols(self.graph, self.shapes)
+
+    @cached_property
+    def _pairs(self) -> range:
+        """The numbers of pairs to try: as many as have one symbol's given size as their sum."""
+        pairs = itertools.combinations(self._symbols.values(), 2)
+        counts = Counter(a + b for a, b in pairs if min(a, b) > 0)
+        return range(max([1, *(min(MOST_PAIRS, counts[size]) for size in self._symbols.values())]))
 
     @cached_property
     def _same(self) -> Mapping[str, str]:
@@ -205,7 +217,7 @@ class Probes:
         Such axes count windows of a length: with one window, the order of axes does not show. Batches keep their size.
         Axes that still have one element, but more with the planned sizes, are the result's `ones`.
         """
-        ones = _unnamed_ones(self.graph, probed)
+        ones = unnamed_ones(self.graph, probed)
         batches = {
             size.value
             for value in self.graph.graph.inputs
@@ -217,7 +229,7 @@ class Probes:
             if sum(map(math.prod, self._input_shapes(larger).values())) > MOST_ELEMENTS:
                 break
             tried = self._bind(larger)
-            if self._fits(tried) and len(left := _unnamed_ones(self.graph, tried)) < len(ones):
+            if self._fits(tried) and len(left := unnamed_ones(self.graph, tried)) < len(ones):
                 probed, ones = tried, left
         by_chance: dict[str, frozenset[int]] = {}
         for name, axis in ones:
@@ -230,8 +242,9 @@ class Probes:
         probed = self.distinct()
         if probed is not self.bound and self._fits(probed) and self._differs(probed):
             return probed
-        for skipped, least in itertools.product((0, 1, 2), (1, 0)):
-            if (made := self._bind_different(self._numbers(True, self._caches, least, skipped))) is not None:
+        for skipped, least, pair in itertools.product((0, 1, 2), (1, 0), self._pairs):
+            numbers = self._numbers(True, self._caches, least, skipped, pair=pair)
+            if (made := self._bind_different(numbers)) is not None:
                 return self._fixed(made)
         varied = self._one_by_one()
         return self.bound if varied is None or not self._differs(varied) else self._fixed(varied)
@@ -302,6 +315,7 @@ class Probes:
         skipped: int = 0,
         smallest: int = 3,
         primes: Iterator[int] | None = None,
+        pair: int = 0,
     ) -> dict[str, int]:
         """A probe size for each symbol: a prime, or with `sums` the sum of two others' if the given sizes are so.
 
@@ -310,6 +324,7 @@ class Probes:
         - `skipped`: the number of primes to skip.
         - `smallest`: the first prime.
         - `primes`: these, in place of those that divide no size of a weight.
+        - `pair`: which two others, if several have the sum: 5 may be a past of 4 and a batch, or a token.
         """
         primes = itertools.islice(primes or primes_of(self.graph.graph, smallest), skipped, None)
         symbols, numbers = self._symbols, dict[str, int]()
@@ -317,11 +332,11 @@ class Probes:
             if symbol in same:
                 continue  # it takes no prime, so that those of the others stay small
             parts = [
-                (a, b)
+                numbers[a] + numbers[b]
                 for a, b in itertools.combinations(numbers, 2)
                 if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) >= least
             ]
-            numbers[symbol] = numbers[parts[0][0]] + numbers[parts[0][1]] if parts else next(primes)
+            numbers[symbol] = parts[min(pair, len(parts) - 1)] if parts else next(primes)
         return {**numbers, **{name: numbers[first] for name, first in same.items()}}
 
     def _input_shapes(self, numbers: Mapping[str, int]) -> dict[str, Shape]:
@@ -339,17 +354,6 @@ class Probes:
                 sizes.append(old if new is None else new)
             shapes[value.name or ""] = tuple(sizes)
         return shapes
-
-
-def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
-    """The axes of computed values that have one element, although inference did not find them to be 1."""
-    ones = []
-    for value in (value for node in graph.nodes for value in node.outputs):
-        own = value.shape if value.shape is not None else ()
-        for axis, size in enumerate(bound.shapes.get(value.name or "", ())):
-            if size == 1 and value.name not in bound.uncertain and not (axis < len(own) and own[axis] == 1):
-                ones.append((value.name or "", axis))
-    return ones
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -370,20 +374,6 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
         unused = primes_of(graph.graph, smallest)
         larger = {name: next(unused) if name in small else size for name, size in larger.items()}
     yield from (larger, numbers) if larger != numbers else (numbers,)
-
-
-def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
-    """The number of sizes of computed values that are equal with both shapes, although they are not fixed.
-
-    A size is fixed if it is a number, or a symbol that is one.
-    """
-    count = 0
-    for value in (value for node in graph.nodes for value in node.outputs):
-        one, other = made.shapes.get(value.name or "", ()), bound.shapes.get(value.name or "", ())
-        own = value.shape if value.shape is not None else [None] * len(one)
-        sizes = zip(own, one, other, strict=False)
-        count += sum(a == b and not str(size).isdigit() for size, a, b in sizes)
-    return count
 
 
 def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -179,10 +179,10 @@ def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: Write
         g (float[batch, 3] x, float[2, batch, 3] h, bool c) => (float[batch] y, float[2, batch, 3] hn) {
             y, hn = If (c) <
                 then_branch = t () => (float[rows] p, float[2, rows, 3] q) {
-                    p = ReduceMax <axes = [1], keepdims = 0> (x)  q = Neg (h)
+                    p = ReduceMax <axes = [1], keepdims = 0> (x)  q = Add (h, x)
                 },
                 else_branch = e () => (float[rows] r, float[2, rows, 3] s) {
-                    r = ReduceMin <axes = [1], keepdims = 0> (x)  s = Abs (h)
+                    r = ReduceMin <axes = [1], keepdims = 0> (x)  s = Sub (h, x)
                 }
             >
         }"""
