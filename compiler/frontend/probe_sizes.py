@@ -64,7 +64,7 @@ class Probes:
         if not self._symbols:
             return self.bound
         sums: list[Way] = [partial(self._numbers, True, pair=pair) for pair in self._pairs]
-        ways = [*sums, partial(self._numbers, False)]
+        ways: list[Way] = [*sums, partial(self._numbers, False)]
         if self._same:
             ways += [partial(way, self._same) for way in ways]
         probed = self._first_probed(ways)

@@ -220,4 +220,5 @@ def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, in
 
 
 def _is_whole(mask: np.ndarray, numbers: _Numbers) -> bool:
-    return mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new
+    new, rows = mask.shape[-2:]
+    return bool(new == numbers.new and rows >= numbers.before + numbers.new)
