@@ -15,6 +15,7 @@ import faulthandler
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,12 @@ def _decode(package: Path, steps: int, ranks: str | None) -> Load:
     """Run steps in a new session."""
     room, token, slowest = 64, 1, 0.0
     began = time.perf_counter()
-    with Session(package, verify="never", ranks=ranks) as session, session.start(capacity=room) as sequence:
+    with Session(package, verify="never", ranks=ranks) as session, ExitStack() as sequences:
         first = last = time.perf_counter()
         for step in range(steps):
+            if step % room == 0:  # the one before is full
+                sequences.close()
+                sequence = sequences.enter_context(session.start(capacity=room))
             mask = (np.arange(room) <= step % room).astype(np.int64)[None]
             logits = sequence.run({"input_ids": np.array([[token]]), "attention_mask": mask})["logits"]
             token = int(logits[0, -1].argmax())

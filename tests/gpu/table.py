@@ -39,10 +39,12 @@ from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.compiler.packaging.building import BuildSettings
 from splitc.runtime import Session
+from splitc.runtime.arrays.array import number_type
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest import BuildOptions
 from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from splitc.runtime.units import format_bytes, format_seconds
@@ -242,16 +244,46 @@ def _tokens(session: Session, count: int, place: int, options: argparse.Namespac
     return {tensor.name: feeds[tensor.name] for tensor in session.inputs if tensor.name in feeds}
 
 
+def _states(session: Session, tokens: int) -> Feeds:
+    """Caches of this many tokens, for one row."""
+    grows = {state.input: state.grows for state in session.manifest.states}
+    return {
+        tensor.name: np.zeros(
+            [
+                tokens if axis == grows[tensor.name] else size if isinstance(size, int) else 1
+                for axis, size in enumerate(tensor.shape or ())
+            ],
+            number_type(tensor.dtype),
+        )
+        for tensor in session.manifest.inputs
+        if tensor.name in grows
+    }
+
+
 class _Steps:
     """A sequence with a full cache, whose next tokens are timed."""
 
     def __init__(self, session: Session, options: argparse.Namespace) -> None:
         self.session, self._options = session, options
-        self.sequence = session.start(capacity=None if options.capacity_only else 2 * options.cache)
-        self._place = options.cache
+        self.sequence = self._begin()
+
+    def _begin(self) -> StateSequence:
+        self._place = self._options.cache
+        if self._options.capacity_only:
+            return self.session.start()
+        sequence = self.session.start(capacity=2 * self._options.cache)
+        sequence.load(_states(self.session, self._options.cache))
+        return sequence
+
+    def _make_room(self) -> None:
+        """Begin again if the cache has no room for as many tokens as are timed at once."""
+        if self._place + self._options.tokens > 2 * self._options.cache:
+            self.sequence.close()
+            self.sequence = self._begin()
 
     def run(self) -> float:
         """The seconds of a token."""
+        self._make_room()
         feeds = [self._next() for _ in range(self._options.tokens)]
         start = time.perf_counter()
         for each in feeds:
@@ -261,20 +293,22 @@ class _Steps:
     def host_share(self) -> float:
         """The part of a step in which no GPU is busy; NaN if steps are not replayed."""
         shares = []
+        self._make_room()
         for _ in range(self._options.tokens):
             feeds = self._next()
             start = time.perf_counter()
             request = self.sequence._next_request(feeds)
             self.session.submit_request(request, here=True).result()
             self.session.join(request)
+            self.sequence._tokens += 1
             whole = time.perf_counter() - start
             spans = [span for span in request.executions[0].spans if isinstance(span.step, Replay)]
             shares.append(1 - (spans[0].end - spans[0].start) / whole if spans else float("nan"))
         return median(shares)
 
     def _next(self) -> Feeds:
-        self._place = self._options.cache + (self._place + 1) % (self._options.cache - 1)
-        return _tokens(self.session, 1, self._place, self._options)
+        self._place += 1
+        return _tokens(self.session, 1, self._place - 1, self._options)
 
 
 def _error(model: Path, session: Session, options: argparse.Namespace) -> float:
