@@ -150,8 +150,7 @@ class Probes:
     @cached_property
     def _pairs(self) -> range:
         """The numbers of pairs to try: as many as have one symbol's given size as their sum."""
-        pairs = itertools.combinations(self._symbols.values(), 2)
-        counts = Counter(a + b for a, b in pairs if min(a, b) > 0)
+        counts = Counter(a + b for a, b in itertools.combinations(self._symbols.values(), 2))
         return range(max([1, *(min(MOST_PAIRS, counts[size]) for size in self._symbols.values())]))
 
     @cached_property
