@@ -29,7 +29,7 @@ from tests.conftest import DECODER, KEPT
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
 from tests.helpers.greedy import plain_loop
-from tests.helpers.needs import needs_empty_weights
+from tests.helpers.needs import needs_caches, needs_empty_weights
 
 MODES = {"tensor": ("3xcpu", {}), "row": ("2xcpu", {"row_min": 16}), "auto": ("3xcpu", {}), "layer": ("2xcpu", {})}
 TEXT = [7, 21, 5, 33, 40, 2]
@@ -349,6 +349,7 @@ def test_held_feeds_are_given_once(tensor_text: Path) -> None:
             sequence.hold(caches)
 
 
+@needs_caches  # whose number of rows the ranks read off any input
 def test_held_feeds_have_the_sizes_of_requests(text_package: Callable[[str], Path]) -> None:
     """A request that does not fit them changes nothing."""
     with Pipeline(text_package("layer"), threads=1) as pipeline:
