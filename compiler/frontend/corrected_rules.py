@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -188,30 +189,27 @@ def _of_picked_sizes(rule: Rule) -> Rule:
     return infer
 
 
-def _of_certain_scales(place: int) -> Callable[[Rule], Rule]:
+def _of_certain_scales(rule: Rule, place: int) -> Rule:
     """The rule of Resize or Upsample, corrected: a size is unknown where the precision of its scale decides it.
 
-    Of 10 x 0.7 kernels make 7, in single precision, and the rule 6. So does ONNX Runtime's own rule, by which it folds
-    a Shape of the result: whoever reads the size must get it from ONNX Runtime. `place`: of the scales among the
-    inputs.
+    Of 10 x 0.7 kernels make 7, in single precision, and the rule makes 6. By its own rule, which makes 6 too, ONNX
+    Runtime folds a Shape of the result: whoever reads the size must get it from ONNX Runtime. `place` is the index of
+    the input with the scales.
     """
 
-    def correct(rule: Rule) -> Rule:
-        def infer(context: Any, node: ir.Node) -> None:
-            rule(context, node)
-            data, made = node.inputs[0], node.outputs[0]
-            scales = node.inputs[place] if len(node.inputs) == place + 1 else None
-            if data is None or data.shape is None or made.shape is None or scales is None or scales.const_value is None:
-                return
-            axes = node.attributes.get_ints("axes", range(len(data.shape)))
-            factors = dict(zip(axes, np.asarray(scales.const_value.numpy(), np.float32), strict=False))
-            pairs = enumerate(zip(data.shape, made.shape, strict=True))
-            sizes = [size if _is_certain(old, size, factors.get(axis)) else None for axis, (old, size) in pairs]
-            made.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        data, made = node.inputs[0], node.outputs[0]
+        scales = node.inputs[place] if len(node.inputs) == place + 1 else None
+        if data is None or data.shape is None or made.shape is None or scales is None or scales.const_value is None:
+            return
+        axes = node.attributes.get_ints("axes", range(len(data.shape)))
+        factors = dict(zip(axes, np.asarray(scales.const_value.numpy(), np.float32), strict=False))
+        pairs = enumerate(zip(data.shape, made.shape, strict=True))
+        sizes = [size if _is_certain(old, size, factors.get(axis)) else None for axis, (old, size) in pairs]
+        made.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
 
-        return infer
-
-    return correct
+    return infer
 
 
 def _is_certain(old: int | ir.SymbolicDim, size: int | ir.SymbolicDim, factor: np.float32 | None) -> bool:
@@ -228,14 +226,9 @@ def _of_short_kernels(rule: Rule) -> Rule:
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
         made, weight = node.outputs[0], node.inputs[1]
-        is_padded = node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
-        if (
-            not is_padded
-            or made.shape is None
-            or weight is None
-            or weight.shape is None
-            or "output_shape" in node.attributes
-        ):
+        if not node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME") or "output_shape" in node.attributes:
+            return
+        if made.shape is None or weight is None or weight.shape is None:
             return
         sizes = list(made.shape)
         kernel = node.attributes.get_ints("kernel_shape", list(weight.shape)[2:])
@@ -250,9 +243,9 @@ def _of_short_kernels(rule: Rule) -> Rule:
     return infer
 
 
-CORRECTED = {
-    ("", "Resize"): _of_certain_scales(2),
-    ("", "Upsample"): _of_certain_scales(1),
+CORRECTED: dict[tuple[str, str], Callable[[Rule], Rule]] = {
+    ("", "Resize"): partial(_of_certain_scales, place=2),
+    ("", "Upsample"): partial(_of_certain_scales, place=1),
     ("", "ConvTranspose"): _of_short_kernels,
     ("", "ConstantOfShape"): _of_named_sizes,
     ("", "Reshape"): _in_numbers,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, readers_of
-from splitc.compiler.frontend.walks import reached
+from splitc.compiler.frontend.matching import readers_of
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
@@ -19,7 +18,14 @@ from splitc.compiler.fusion.product import (
     read_product,
     weighs,
 )
-from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last, swaps_last, without_nan
+from splitc.compiler.fusion.softmax import (
+    Softmax,
+    computed_beside,
+    is_row_maximum,
+    leaves_out_last,
+    swaps_last,
+    without_nan,
+)
 from splitc.compiler.fusion.written_masks import HIDDEN, kept_by
 
 # The most nodes between the product of queries and keys and the Softmax. A choice: both inputs of an Add are searched
@@ -165,7 +171,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
     layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
-    _check_apart([*above.passed, softmax.output, *below.passed], above)
+    _check_apart([*above.passed, softmax.output, *below.passed], below.output, above)
     return Attention(
         query=query,
         keys=keys,
@@ -183,17 +189,10 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
     )
 
 
-def _check_apart(passed: Sequence[ir.Value], above: _Scores) -> None:
+def _check_apart(passed: Sequence[ir.Value], output: ir.Value, above: _Scores) -> None:
     """Raise NotFusedError if what is added to scores, or multiplies them, is computed from them: they will be gone."""
     added = (*(bias.value for bias in above.biases), *(scale.value for scale in above.row_scales), above.sinks)
-    own = {value.producer() for value in passed}
-
-    def below(value: ir.Value) -> list[ir.Value]:
-        readers = [node for node, _ in value.uses() if node not in own and not is_onnx(node, "Shape")]
-        return [made for node in readers for made in node.outputs]
-
-    others = [made for value in passed for made in below(value)]
-    if any(value in added for value in (*passed, *reached(others, below))):
+    if any(value in added for value in (*passed, *computed_beside(passed, [output]))):
         raise NotFusedError("its mask, or what multiplies its scores, is computed from them")
 
 

@@ -13,11 +13,11 @@ from itertools import chain
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
+from splitc.compiler.fusion.softmax import computed_beside
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.states import State
@@ -183,15 +183,8 @@ def check_scores(attention: Attention) -> None:
 
     They would still be computed, of keys with spare capacity.
     """
-    own = {value.producer() for value in (*attention.passed, attention.output, attention.result)}
-
-    def below(node: ir.Node) -> list[ir.Node]:
-        return [reader for value in node.outputs for reader, _ in value.uses() if reader not in own]
-
-    others = [node for value in attention.passed for node, _ in value.uses()]
-    read = reached([node for node in others if node not in own and not is_onnx(node, "Shape")], below)
-    dependent = chain(attention.passed, (value for node in read for value in node.outputs))
-    if any(value.is_graph_output() for value in dependent):
+    beside = computed_beside(attention.passed, [attention.output, attention.result])
+    if any(value.is_graph_output() for value in chain(attention.passed, beside)):
         raise NotFusedError("its scores or weights have other readers")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx, readers_of, value_before
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.product import RankOf
 from splitc.compiler.nodes import name_of
@@ -112,3 +114,17 @@ def swaps_last(node: ir.Node) -> bool:
     order = node.attributes.get_ints("perm", ())
     rank = len(order)
     return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
+
+
+def computed_beside(passed: Sequence[ir.Value], ends: Sequence[ir.Value]) -> Iterator[ir.Value]:
+    """The values that depend on scores or weights by other nodes than those that make `passed` values or `ends`.
+
+    To read the sizes of `passed` values does not count: they are read off queries and keys.
+    """
+    own = {value.producer() for value in (*passed, *ends)}
+
+    def below(value: ir.Value) -> list[ir.Value]:
+        return [made for node, _ in value.uses() if node not in own for made in node.outputs]
+
+    others = [made for value in passed for made in below(value) if not is_onnx(made.producer(), "Shape")]
+    return reached(others, below)

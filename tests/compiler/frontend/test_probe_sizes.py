@@ -222,33 +222,29 @@ def test_a_shape_that_only_the_probes_know(tmp_path: Path) -> None:
     assert Probes(graph, planned, bound).distinct().shapes["y"][0] == 1
 
 
-@pytest.mark.parametrize("given", [(1, 1, 4), (4, 1, 4), (1, 1, 1)])
-def test_a_length_is_the_sum_of_those_with_which_shapes_agree(tmp_path: Path, given: tuple[int, int, int]) -> None:
-    """A mask of 5 is as long as 4 earlier tokens and a new one, and not as they and a row."""
-    b, (rows, new, past) = Block(), given
-    x = b.data("x", (rows, new, 4), ["rows", "new", 4])
-    cache = b.data("past", (rows, past, 4), ["rows", "past", 4])
+def probes_of_a_decoder(tmp_path: Path, rows: int, new: int, past: int) -> Probes:
+    """With a mask for all tokens, whose number has a symbol of its own."""
+    b = Block()
+    x, cache = b.data("x", (rows, new, 4), ["rows", "new", 4]), b.data("past", (rows, past, 4), ["rows", "past", 4])
     mask = b.data("mask", (rows, past + new, 1), ["rows", "all", 1])
     b.give(b.op("Add", b.op("Concat", cache, x, axis=1), mask), shape=["rows", "all", 4])
     save(b.model(), tmp_path / "model.onnx")
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).distinct().shapes
+    return Probes(graph, planned, bind_shapes(graph.model, planned))
+
+
+@pytest.mark.parametrize("given", [(1, 1, 4), (4, 1, 4), (1, 1, 1)])
+def test_a_length_is_the_sum_of_those_with_which_shapes_agree(tmp_path: Path, given: tuple[int, int, int]) -> None:
+    """A mask of 5 is as long as 4 earlier tokens and a new one, and not as they and a row."""
+    shapes = probes_of_a_decoder(tmp_path, *given).distinct().shapes
     assert shapes["mask"][1] == shapes["past"][1] + shapes["x"][1]
     assert len({*shapes["x"][:2], shapes["past"][1]}) == 3
 
 
 def test_a_token_after_none_is_told_from_its_row(tmp_path: Path) -> None:
     """A mask of 1 is as long as the token, whose length is the sum of a row and an empty past too."""
-    b = Block()
-    x, cache = b.data("x", (1, 1, 4), ["rows", "new", 4]), b.data("past", (1, 0, 4), ["rows", "past", 4])
-    mask = b.data("mask", (1, 1, 1), ["rows", "all", 1])
-    b.give(b.op("Add", b.op("Concat", cache, x, axis=1), mask), shape=["rows", "all", 4])
-    save(b.model(), tmp_path / "model.onnx")
-    graph = read_graph(tmp_path / "model.onnx")
-    infer_shapes(graph.model)
-    planned = {name: feed.shape for name, feed in b.feeds.items()}
-    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).different().shapes
+    shapes = probes_of_a_decoder(tmp_path, 1, 1, 0).different().shapes
     assert shapes["mask"][1] == shapes["past"][1] + shapes["x"][1]
     assert len({1, *shapes["x"][:2]}) == 3
