@@ -58,10 +58,10 @@ class Resources:
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
-    """The budget of each device in bytes. A later entry of `memory` overrides an earlier one.
+    """The budget of each device in bytes. An entry of `memory` for all devices precedes those for single ones.
 
     Devices that share a memory share one headroom. Raises MisuseError for a device that occurs twice, an unknown
-    device, an invalid size, and a headroom without effect.
+    device, a second budget for the same, an invalid size, and a headroom without effect.
     """
     names = [str(device) for device in devices]
     if again := [name for name, count in Counter(names).items() if count > 1]:
@@ -69,13 +69,16 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
             f"{again[0]} is named {names.count(again[0])} times, and each rank would be given its whole memory: name "
             f"each device once. A package's ranks can still run on one: splitc run PACKAGE -d {again[0]},{again[0]}"
         )
-    asked: dict[str, int] = {}
+    given: dict[str, int] = {}
     for text in memory:
         name, _, amount = text.rpartition("=")
         if name and name not in names:
             raise MisuseError(f"--memory names '{name}', and the devices are {first_few(names)}")
-        size = parse_bytes(amount)
-        asked.update({name: size} if name else dict.fromkeys(names, size))
+        if name in given:
+            named = f"of {name}" if name else "of all devices: name a device, as in --memory cpu1=2GiB"
+            raise MisuseError(f"--memory gives two budgets {named}")
+        given[name] = parse_bytes(amount)
+    asked = {**(dict.fromkeys(names, given[""]) if "" in given else {}), **given}
     open_names = set(names) - asked.keys()
     free = _free_beyond(devices, headroom) if open_names else {}
     budgets = [asked.get(name, free.get(name)) for name in names]

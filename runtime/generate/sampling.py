@@ -43,6 +43,13 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def random_numbers(sampling: Sampling) -> np.random.Generator:
+    """The random numbers for a text's tokens. Raises MisuseError for what is no Sampling."""
+    if not isinstance(sampling, Sampling):
+        raise MisuseError(f"sampling is a Sampling, such as Sampling(temperature=0.7), not {sampling!r}")
+    return np.random.default_rng(sampling.seed)
+
+
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
     """Choose a token by its logits, a vector with one number for each token of the vocabulary.
 

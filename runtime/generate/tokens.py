@@ -16,7 +16,7 @@ from splitc.runtime.arrays.array import number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
-from splitc.runtime.generate.sampling import Sampling, choose_token
+from splitc.runtime.generate.sampling import Sampling, choose_token, random_numbers
 from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
 from splitc.runtime.package.manifest import Manifest
 
@@ -83,7 +83,7 @@ def generate(
     tokens = list(prompt)
     count = count_tokens(session.manifest, signature, len(prompt), max_new_tokens)
     timings = timings if timings is not None else Timings()
-    generator = np.random.default_rng(sampling.seed)
+    generator = random_numbers(sampling)
     start = time.perf_counter()
     most = None if prefill is not None else len(prompt) + max(1, count) - 1
     conversation = Conversation(session, signature, len(prompt), most)

@@ -25,7 +25,7 @@ from splitc.runtime.mpi.wire import MpiControl, MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.package.manifest_file import read_manifest, read_seal
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import verify_files
 from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
@@ -97,7 +97,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
     try:
         _check_files(package, None, own)
         manifest = read_manifest(package)
-        if read_seal(package) != join.seal:
+        if manifest.sha256 != join.seal:
             raise PackageError(f"{package} is another package than process 0 has opened: copy that one here")
         _check_files(package, manifest, own)
         verify_files(package, files_of(manifest, own), join.verify)

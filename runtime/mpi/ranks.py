@@ -16,7 +16,6 @@ from splitc.runtime.mpi.messenger import LANES
 from splitc.runtime.mpi.rank import run_rank
 from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
-from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.processes.launch import SPIN, has_spare_cores
 from splitc.runtime.processes.messages import Broken
 from splitc.runtime.processes.reader import LATE, MOST, Reader
@@ -60,7 +59,7 @@ class MpiRanks(RemoteRanks):
         self._join = Join(
             number=number,
             package=deployment.package,
-            seal=read_seal(deployment.package),
+            seal=deployment.manifest.sha256,
             devices=tuple(devices),
             threads=deployment.threads,
             verify=verify,

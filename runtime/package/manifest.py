@@ -257,6 +257,7 @@ class Manifest(Struct, frozen=True):
       their sums may have at a time, if budgets limit it.
     - `maps_weights`: CPU devices map weights from files.
     - `onnxruntime`: the version that loaded the ONNX files when the package was compiled.
+    - `sha256`: the hash of its file, which tells one package from another; empty until it is written.
     """
 
     schema: int
@@ -291,6 +292,7 @@ class Manifest(Struct, frozen=True):
     kept_rows: KeptRows | None = None
     most_rank: int | None = None
     onnxruntime: str = ""
+    sha256: str = ""
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -88,6 +89,30 @@ def read_manifest(package: Path) -> Manifest:
     if (wrong := find_contradiction(manifest)) is not None:
         raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
     return manifest
+
+
+def check_same(package: Path, manifest: Manifest) -> None:
+    """Raise PackageError unless a folder still has the package that this manifest was read from."""
+    try:
+        same = read_seal(package) == manifest.sha256
+    except PackageError:
+        same = False
+    if not same:
+        raise PackageError(f"{package} was replaced or removed since this session began to load it: open it again")
+
+
+@contextlib.contextmanager
+def same_package(package: Path, manifest: Manifest) -> Iterator[None]:
+    """Raise PackageError if a package is replaced within the block, which may fail for that reason.
+
+    Files are loaded by their paths. So some may be of the old package, and some of the new one.
+    """
+    try:
+        yield
+    except Exception:
+        check_same(package, manifest)  # its error says more, and has this one as its context
+        raise
+    check_same(package, manifest)
 
 
 def why_no_package(path: Path) -> str:

@@ -16,6 +16,7 @@ from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
+from splitc.runtime.package.manifest_file import same_package
 from splitc.runtime.ranks.loop import Program
 
 # The form of an engine with slots for adapters, and the one with masks.
@@ -123,7 +124,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             )
             if file.experts:
                 use_first_expert_kernels()
-            engines.append(load_engine(backend, setup.package, file, choices, how))
+            engines.append(load_engine(backend, setup, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)
@@ -146,16 +147,17 @@ def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
 
 
 def load_engine(
-    backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: LoadOptions
+    backend: Backend, setup: Setup, file: EngineFile, choices: Mapping[str, frozenset[str]], how: LoadOptions
 ) -> Engine:
     """An engine of a rank. Its other forms are loaded on first use."""
+
+    def load(path: str) -> Engine:
+        with same_package(setup.package, setup.manifest):
+            return backend.load(setup.package / path, how)
+
     forms = {ADAPTED: file.adapted, MASKED: None if file.unmasked is None else file.path}
-    others = {
-        name: (choices[name], partial(backend.load, package / path, how))
-        for name, path in forms.items()
-        if path is not None
-    }
-    plain = backend.load(package / (file.unmasked or file.path), how)
+    others = {name: (choices[name], partial(load, path)) for name, path in forms.items() if path is not None}
+    plain = load(file.unmasked or file.path)
     return EngineForms(plain, others) if others else plain
 
 

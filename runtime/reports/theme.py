@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from splitc.runtime.reports.contents import Chart
@@ -16,7 +20,24 @@ SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 def altair() -> Any:
     """The library that makes charts, which is only needed for pages."""
-    return importlib.import_module("altair")
+    with _with_home():
+        return importlib.import_module("altair")
+
+
+@contextlib.contextmanager
+def _with_home() -> Iterator[None]:
+    """Users without a home, as in containers, get one for a while: altair can't be imported without."""
+    try:
+        Path.home()
+    except RuntimeError:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["HOME"] = folder
+            try:
+                yield
+            finally:
+                del os.environ["HOME"]
+    else:
+        yield
 
 
 def unit_for(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.ort_values import runner_on_arrays
+from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.package.manifest import Manifest
@@ -65,6 +66,14 @@ class PreambleEngine:
         return all(one.shape[-1] == rows and bool((on_host(one) == 1).all()) for one in ones)
 
 
+def open_preamble(package: Path, manifest: Manifest) -> PreambleEngine | None:
+    """A package's preamble, if it has one. Raises PackageError if ONNX Runtime can't load it."""
+    if manifest.preamble is None:
+        return None
+    with newer_named(manifest):
+        return PreambleEngine(package, manifest.preamble, manifest.lengths)
+
+
 def rank_feeds(
     package: Path, manifest: Manifest, feeds: Mapping[str, Feed], keeps_masks: bool = False
 ) -> dict[str, Array]:
@@ -73,8 +82,8 @@ def rank_feeds(
     For `keeps_masks` and errors see `PreambleEngine.apply` and `with_lengths`.
     """
     taken = with_kept_rows(manifest.kept_rows, with_lengths(manifest.lengths, feeds))
-    if manifest.preamble is not None:
-        taken = PreambleEngine(package, manifest.preamble, manifest.lengths).apply(taken, keeps_masks)
+    if (preamble := open_preamble(package, manifest)) is not None:
+        taken = preamble.apply(taken, keeps_masks)
     return {name: on_host(feed) for name, feed in taken.items()}
 
 

@@ -14,7 +14,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.recipe import generate_text
 from splitc.runtime.mpi.first_process import begin
-from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest, same_package
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.processes.device_processes import DeviceProcesses
 from splitc.runtime.requests.rank_kinds import MPI
@@ -77,8 +77,9 @@ class Pipeline(Listed, Mapping[str, Session]):
         self._sessions: dict[str, Session] = {}
         try:
             for name in names:
-                session = Session(package, module=name, shared=shared, **asked[name])
-                self._sessions[name] = self._stack.enter_context(session)
+                with same_package(folders[name], manifests[name]):
+                    session = Session(package, module=name, shared=shared, **asked[name])
+                    self._sessions[name] = self._stack.enter_context(session)
         except BaseException:
             processes.seal()  # before, so that those end that are waited for
             self.close()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.built_here import check_built_here, check_host_code, newer_named
+from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.checks import Inputs
@@ -28,7 +28,7 @@ from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.mpi.ranks import MpiRanks
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.manifest import Manifest, Tensor
-from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.manifest_file import read_manifest, same_package
 from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
 from splitc.runtime.processes.ranks import RankProcesses
@@ -42,7 +42,7 @@ from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.requests.lengths import needs_one_row
 from splitc.runtime.requests.limits import MOST_AT_ONCE
 from splitc.runtime.requests.metrics import Metrics
-from splitc.runtime.requests.preamble import PreambleEngine
+from splitc.runtime.requests.preamble import open_preamble
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
@@ -159,11 +159,10 @@ class Session(Requests, Listed):
                 # When the session is dropped without being closed, and when Python ends.
                 self._end = weakref.finalize(self, self._admission.close)
                 started = True
-            self._workers.wait_loaded()
-            verification.finish()
-            if self.manifest.preamble is not None:
-                with newer_named(self.manifest):
-                    self._preamble = PreambleEngine(self.package, self.manifest.preamble, self.manifest.lengths)
+            with same_package(self.package, self.manifest):
+                self._workers.wait_loaded()
+                verification.finish()
+                self._preamble = open_preamble(self.package, self.manifest)
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()
@@ -315,6 +314,7 @@ class Session(Requests, Listed):
         for other caches, each request allocates new, longer ones. All requests of the sequence have the `adapters`: see
         `run`. Raises MisuseError if the model has no states, and for a capacity that is no number of tokens.
         """
+        self.check_usable()
         if not self.manifest.states:
             raise MisuseError(
                 f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"

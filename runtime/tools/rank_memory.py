@@ -34,7 +34,7 @@ from splitc.runtime.package.manifest import Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
-from splitc.runtime.ranks.loaded import ADAPTED, choices_of, load_engine, measured_memory
+from splitc.runtime.ranks.loaded import ADAPTED, Setup, choices_of, load_engine, measured_memory
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.preamble import rank_feeds
 from splitc.runtime.threads.executor import Executor
@@ -125,13 +125,8 @@ def _run_together(
     programs = []
     for number, rank in enumerate(ranks):
         sent = [step.value for step in rank.program if isinstance(step, Send)]
-        programs.append(
-            Program(
-                rank.program,
-                _load(backend, package, manifest, rank, partial(ends[number].create_communicator, uses_operators=True)),
-                sent,
-            )
-        )
+        join = partial(ends[number].create_communicator, uses_operators=True)
+        programs.append(Program(rank.program, _load(backend, Setup(number, package, manifest), join), sent))
 
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]
@@ -143,18 +138,17 @@ def _run_together(
         return {name: array for outputs in pool.map(run, range(len(ranks))) for name, array in outputs.items()}
 
 
-def _load(
-    backend: Backend, package: Path, manifest: Manifest, rank: Rank, join: Callable[[Sequence[int]], Communicator]
-) -> list[Engine]:
+def _load(backend: Backend, setup: Setup, join: Callable[[Sequence[int]], Communicator]) -> list[Engine]:
     """The rank's engines. `join` returns its end of the meeting, for engines with collectives inside."""
+    rank = setup.rank
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
-    choices = choices_of(manifest, rank)
+    choices = choices_of(setup.manifest, rank)
     with backend.loading():
         return [
             load_engine(
-                backend, package, file, choices, LoadOptions(communicator=ends.get(tuple(file.group)), fused=file.fused)
+                backend, setup, file, choices, LoadOptions(communicator=ends.get(tuple(file.group)), fused=file.fused)
             )
             for file in rank.engines
         ]
@@ -238,7 +232,7 @@ def _measure_rank(
     if manifest.maps_weights:
         backend.map_weights()
     before = resident_bytes()
-    engines = _load(backend, package, manifest, rank, lambda _: end)
+    engines = _load(backend, Setup(number, package, manifest), lambda _: end)
     loaded, loading, mapped = resident_bytes(), peak_bytes(), _status("RssFile") or 0
     alone = Alone(arrays, backend)
     slots = choices_of(manifest, rank)[ADAPTED]

@@ -13,10 +13,22 @@ from splitc.runtime.hardware.devices import parse_devices
 GIB = 1 << 30
 
 
-def test_later_budgets_override_earlier_ones() -> None:
-    devices = parse_devices(["3xcpu"])
-    assert find_budgets(devices, ["2GiB", "cpu1=3GiB"], GIB) == [2 * GIB, 3 * GIB, 2 * GIB]
-    assert find_budgets(devices, ["cpu1=3GiB", "2GiB"], GIB) == [2 * GIB, 2 * GIB, 2 * GIB]
+@pytest.mark.parametrize("memory", [["2GiB", "cpu1=3GiB"], ["cpu1=3GiB", "2GiB"]])
+def test_budget_of_a_device_overrides_that_of_all(memory: list[str]) -> None:
+    assert find_budgets(parse_devices(["3xcpu"]), memory, GIB) == [2 * GIB, 3 * GIB, 2 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (["4GiB", "2GiB"], "--memory gives two budgets of all devices: name a device, as in --memory cpu1=2GiB"),
+        (["cpu1=4GiB", "1GiB", "cpu1=2GiB"], "--memory gives two budgets of cpu1$"),
+    ],
+)
+def test_second_budget_is_refused(memory: list[str], message: str) -> None:
+    """They may be meant for one device after the other: the last one counted for all."""
+    with pytest.raises(MisuseError, match=message):
+        find_budgets(parse_devices(["2xcpu"]), memory, GIB)
 
 
 def test_budget_in_python_may_be_one_text() -> None:

@@ -70,6 +70,8 @@ def test_prompts_may_be_arrays(package: Path) -> None:
         for unknown in (-1, 96, 2**40, 2**63, 2**80):
             with pytest.raises(MisuseError, match=f"has the token {unknown}, and the model has a vocabulary of 96"):
                 list(session.generate([1, unknown, -1], max_new_tokens=4))
+        with pytest.raises(MisuseError, match=r"sampling is a Sampling, such as .*, not 0\.7"):
+            list(session.generate(PROMPT, sampling=0.7))
 
 
 def test_numbers_that_the_models_type_lacks_are_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -19,6 +21,7 @@ from splitc.runtime.reports import page_writer
 from splitc.runtime.reports.errors_chart import LEAST, errors_section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
+from splitc.runtime.reports.theme import altair
 from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
 from splitc.runtime.tools.caveats import INSIDE, LAUNCHED, REPLAYED
 from splitc.runtime.tools.compare import compare
@@ -259,3 +262,13 @@ def test_scripts_are_made_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert script() == script() == f"// Vega-Lite {made[0]}" and len(made) == 3
+
+
+def test_page_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user of a container may have none: charts were not made then, and neither was the page."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    for name in [name for name in sys.modules if name.split(".")[0] == "altair"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert altair().Chart
+    assert "HOME" not in os.environ

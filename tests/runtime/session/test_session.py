@@ -117,8 +117,9 @@ def test_closed_session_refuses(package: Path) -> None:
     session.close()
     session.close()
     assert threading.active_count() == before
-    with pytest.raises(SplitcError, match="closed"):
-        session.run(decoder_feeds())
+    for use in (lambda: session.run(decoder_feeds()), session.start):
+        with pytest.raises(SplitcError, match="closed"):
+            use()
 
 
 @pytest.fixture
