@@ -97,9 +97,9 @@ class Editor:
         dtype: ir.DataType | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Insert a new node right before `node`. Returns its result, of this type if one is given."""
+        """Insert a new node right before `node`, perhaps in a branch. Returns its result, of this type if given."""
         new = ir.node(operator, inputs, attributes, domain=domain)
-        self.graph.insert_before(node, new)
+        _graph_of(node).insert_before(node, new)
         new.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
         return new.outputs[0]
 
@@ -117,7 +117,8 @@ class Editor:
         The `suffix` is appended to the old value's name. The result has the old value's type, unless `dtype` is given.
         """
         node = ir.node(operator, inputs, attributes)
-        self.graph.insert_after(producer_of(old), node)
+        made_by = producer_of(old)
+        _graph_of(made_by).insert_after(made_by, node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
         new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
@@ -130,3 +131,9 @@ class Editor:
         stand_for(new, origin_of(old))
         ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])
         return new
+
+
+def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
+    """The graph that a node is in, or the branch."""
+    assert node.graph is not None
+    return node.graph

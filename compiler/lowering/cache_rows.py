@@ -65,6 +65,8 @@ class Rows:
             inside, presents = b.inner(name), list[ir.Value]()
             for past, new, index in zip(pasts, added, places, strict=True):
                 whole = past if is_filled else inside.one("Pad", past, pads)
+                assert past is not None and whole is not None
+                whole.type = past.type  # which decides whether Pad has a kernel
                 presents.append(inside.one("ScatterElements", whole, index, new, axis=2))
             keys, values = presents if is_filled else (inside.cut(one, 2, none, total) for one in presents)
             rows = self.attention.attend(query, keys, values, inside, seen, self.sizes[0])

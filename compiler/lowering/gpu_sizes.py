@@ -46,9 +46,10 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     `shapes` are those of the model's values. Range exists from opset 11 on.
     """
     editor = Editor(graph)
-    for node in list(graph):
+    for node in list(graph.all_nodes()):
         widen(node, editor)
-        _give_kernel(node, editor)
+        if node.graph is graph:
+            _give_kernel(node, editor)
     use_older_opset(graph)
     if opset < 11:
         return

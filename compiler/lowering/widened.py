@@ -32,7 +32,7 @@ EXACT = frozenset(
 
 
 def widen(node: ir.Node, editor: Editor) -> None:
-    """Insert casts around a node that has a kernel for a wider type, but none for its own, in place."""
+    """Insert casts around a node, perhaps in a branch, that has a kernel for a wider type but none for its own."""
     first, types = typed_input(node), [None if value is None else described(value).dtype for value in node.inputs]
     narrow = types[first] if len(types) > first else None
     if narrow not in WIDER or has_gpu_kernel(node, narrow):
@@ -44,7 +44,7 @@ def widen(node: ir.Node, editor: Editor) -> None:
         if dtype == narrow and number >= first:
             cast = editor.before(node, "Cast", value, to=wide, dtype=wide)
             assert value is not None
-            cast.shape = value.shape
+            cast.name, cast.shape = f"{node.outputs[0].name}/wide{number}", value.shape  # unlike those around a branch
             node.replace_input_with(number, cast)
     for value in node.outputs:
         if described(value).dtype == narrow:

@@ -15,6 +15,8 @@ from typing import Any
 
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
 from splitc.runtime.collectives.meeting import PATIENCE, Meeting, MeetingEnd, registered, release_with
+from splitc.runtime.engines.attention_kernels import use_xqa_for_good
+from splitc.runtime.engines.cublas_workspace import set_workspace
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
@@ -149,16 +151,22 @@ class NcclCommunicators:
 
         Raises PackageError if NCCL is missing, and the error of any other rank.
         """
+        _set_variables(sums)
         made: Future[Connected] = Future()
-        made.set_result(Connected(self._connect(group, sums)))
+        made.set_result(Connected(self._connect(group)))
         return self._keep(group, made)
 
     def create_later(self, group: Sequence[int], gpu: GpuDevice, one_machine: bool) -> NcclCommunicator:
         """As `create`, on another thread, while engines load. On one machine, kernels do the all-reduces."""
 
+        # Before the thread that reads variables, which must not be set meanwhile.
+        _set_variables(sums=True)
+        set_workspace()
+        use_xqa_for_good(gpu.index)
+
         def connect() -> Connected:
             gpu.attach()
-            made = self._connect(group, sums=True)
+            made = self._connect(group)
             return Connected(
                 made, connect_kernel_sums(gpu, group, self._rank, self._all_gather) if one_machine else None
             )
@@ -170,7 +178,7 @@ class NcclCommunicators:
         self._made.append((tuple(group), NcclCommunicator(connecting)))
         return self._made[-1][1]
 
-    def _connect(self, group: Sequence[int], sums: bool) -> Any:
+    def _connect(self, group: Sequence[int]) -> Any:
         def name() -> Any:
             nccl = find_nccl()
             return nccl.get_unique_id() if self._rank == group[0] else None
@@ -179,8 +187,6 @@ class NcclCommunicators:
         known = self._all_gather(group, attempt(name))
         if isinstance(known, Failure):
             raise known.error
-        if sums:
-            os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         return find_nccl().NcclCommunicator(len(group), known[0], list(group).index(self._rank))
 
     def find(self, group: Sequence[int]) -> NcclCommunicator | None:
@@ -236,5 +242,10 @@ def find_nccl() -> Any:
         raise PackageError(
             "these engines sum over GPUs by NCCL: pip install nvidia-nccl-cu12 (or -cu13, with a driver of CUDA 13)"
         )
-    os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(CHANNELS))
     return nccl
+
+
+def _set_variables(sums: bool) -> None:
+    os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(CHANNELS))
+    if sums:
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")

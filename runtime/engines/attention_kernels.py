@@ -18,6 +18,25 @@ _MEMORY_EFFICIENT = 2
 _lock = threading.Lock()
 # The GPU of this process whose sessions use XQA; none before the first session.
 _with_xqa: list[int] = []
+# Whether the variable stays as it is.
+_for_good = threading.Event()
+
+
+def use_xqa_for_good(gpu: int) -> None:
+    """Set XQA's variable for all sessions of a process with one GPU, unless the user chose kernels.
+
+    To set a variable may move others that a thread reads: NCCL's, which connects while sessions are made, crashed.
+    """
+    with _lock:
+        if _is_users_choice() or _for_good.is_set():
+            return
+        _with_xqa.append(gpu)
+        os.putenv(XQA, str(int(gpu == _with_xqa[0])))
+        _for_good.set()
+
+
+def _is_users_choice() -> bool:
+    return not os.environ.keys().isdisjoint((CUDNN, XQA))
 
 
 @contextlib.contextmanager
@@ -30,7 +49,7 @@ def attention_for(known_shapes: bool, gpu: int, unaligned_bias: bool = False) ->
     this process uses: on others its kernels fail. For an 8B decoder on an H200, replayed tokens take as long as with
     cuDNN's kernels, 5.2 ms and 5.5 after 8,000 others, and to capture the first one takes 30 to 70 ms, not 120 to 700.
     """
-    if not os.environ.keys().isdisjoint((CUDNN, XQA)):
+    if _is_users_choice():
         yield {}
         return
     with _lock:
@@ -38,9 +57,11 @@ def attention_for(known_shapes: bool, gpu: int, unaligned_bias: bool = False) ->
             _with_xqa.append(gpu)
         # Read when a session is made. Not by os.environ: other threads, and processes that they start meanwhile, would
         # take it for the user's choice.
-        os.putenv(XQA, str(int(gpu in _with_xqa)))
+        if not _for_good.is_set():
+            os.putenv(XQA, str(int(gpu in _with_xqa)))
         try:
             kernels = _FOR_KNOWN_SHAPES if known_shapes else _FOR_NEW_SHAPES
             yield {"sdpa_kernel": str(kernels & ~_MEMORY_EFFICIENT if unaligned_bias else kernels)}
         finally:
-            os.unsetenv(XQA)
+            if not _for_good.is_set():
+                os.unsetenv(XQA)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import threading
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Backend, LoadOptions
 from splitc.runtime.engines.attention_kernels import attention_for
+from splitc.runtime.engines.cublas_workspace import set_workspace
 from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
@@ -65,8 +65,6 @@ NOT_ON_GPUS = (
     "WeightBiasQuantization",
     "GatherSliceToSplitFusion",
 )
-# The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
-WORKSPACE = ":4096:1"
 
 
 class OnnxRuntimeGpuEngine:
@@ -358,8 +356,7 @@ def _load_libraries() -> None:
 
 @cache
 def _load_libraries_once() -> None:
-    # Each session has its own cuBLAS, with 70 MiB of scratch space by default: more than many segments need.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    set_workspace()
     # Otherwise each session warns about a missing plug-in, and convolutions of new shapes say which cuDNN plans they
     # do without. What ends a request is an exception.
     ort.set_default_logger_severity(4)

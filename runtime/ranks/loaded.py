@@ -100,6 +100,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     if setup.swap is not None:
         backend.swap_weights(setup.swap)
     before = backend.used_bytes()
+    if any(file.experts for file in rank.engines):
+        use_first_expert_kernels()
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[Engine] = []
     choices = choices_of(setup.manifest, rank)
@@ -122,8 +124,6 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 branches_by_sizes=file.branches_by_sizes,
                 products=file.products,
             )
-            if file.experts:
-                use_first_expert_kernels()
             engines.append(load_engine(backend, setup, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

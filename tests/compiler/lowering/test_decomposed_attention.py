@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from splitc.compiler.frontend.origins import described
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus
 from tests.conftest import Array, Arrays
@@ -187,3 +188,14 @@ def test_sinks_beside_a_mask_are_decomposed_in_half_precision_too() -> None:
     whole = ir.from_onnx_text(ir.to_onnx_text(attention("causal = 1")).replace("float[", "float16["))
     decompose_for_gpus(whole.graph, 18, {})
     assert any(node.op_type == "GroupQueryAttention" for node in whole.graph)
+
+
+@needs_caches
+def test_nodes_of_branches_have_kernels_for_bfloat16() -> None:
+    """ONNX Runtime did not load the Pad of caches that are too short: its provider for GPUs pads no bfloat16."""
+    text = ir.to_onnx_text(attention("causal = 1", more=", , , , bias, sinks")).replace("float[", "bfloat16[")
+    graph = decomposed(ir.from_onnx_text(text)).graph
+    pads = [node for node in graph.all_nodes() if node.op_type == "Pad"]
+    assert pads
+    assert {described(node.inputs[0]).dtype for node in pads if node.inputs[0]} == {ir.DataType.FLOAT}
+    assert {described(node.outputs[0]).dtype for node in pads} == {ir.DataType.FLOAT}

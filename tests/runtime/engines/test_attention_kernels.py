@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
@@ -16,6 +17,7 @@ from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_for
 def user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without sessions, and without the user's choice of kernels."""
     monkeypatch.setattr(attention_kernels, "_with_xqa", [])
+    monkeypatch.setattr(attention_kernels, "_for_good", threading.Event())
     for name in (CUDNN, XQA):
         monkeypatch.delenv(name, raising=False)
 
