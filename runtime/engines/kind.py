@@ -92,6 +92,7 @@ class BackendOptions:
     - `build`: how the engines were built.
     - `cuda_graphs`: whether requests may be captured as CUDA graphs.
     - `trusts_data`: whether external data of ONNX files may lie outside their folders.
+    - `replays`: whether it is expected that they are: see GpuDevice.
     """
 
     kind: EngineKind
@@ -100,3 +101,4 @@ class BackendOptions:
     build: BuildOptions
     cuda_graphs: bool
     trusts_data: bool = False
+    replays: bool = True

@@ -65,6 +65,7 @@ def make_backend(
     build: Build | None = None,
     cuda_graphs: bool = True,
     trusts_data: bool = False,
+    replays: bool = True,
 ) -> Backend:
     """The backend for this kind of engine on the device. `threads` is the number of threads of a CPU device.
 
@@ -72,7 +73,7 @@ def make_backend(
     """
     kind = find_kind(engine)
     building = BuildOptions() if build is None else build.options
-    options = BackendOptions(kind, device, threads, building, cuda_graphs, trusts_data)
+    options = BackendOptions(kind, device, threads, building, cuda_graphs, trusts_data, replays)
     # Only now: a machine needs no libraries but those of the engines that it uses.
     backend: Backend = resolve_name(kind.backends[device.kind]).create(options)
     return backend

@@ -176,8 +176,10 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
 
     uses_operators = True
 
-    def __init__(self, device: Device, cuda_graphs: bool = True, trusts_data: bool = False) -> None:
-        super().__init__(device)
+    def __init__(
+        self, device: Device, cuda_graphs: bool = True, trusts_data: bool = False, replays: bool = True
+    ) -> None:
+        super().__init__(device, cuda_graphs and replays)
         self._cuda_graphs = cuda_graphs
         self._trusts_data = trusts_data
         self._swap_buffer: SwapBuffer | None = None
@@ -204,7 +206,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             raise PackageError(
                 f"ONNX Runtime {ort.__version__} is too old for GPUs: pip install '{NEEDED}', which needs Python 3.11"
             )
-        return cls(options.device, options.cuda_graphs, options.trusts_data)
+        return cls(options.device, options.cuda_graphs, options.trusts_data, options.replays)
 
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()

@@ -56,6 +56,7 @@ class GpuDevice:
     - `name`: the user's name for it. `index`: CUDA's number of it in this process.
     - `profile`: describes its kind.
     - `notes`: messages for the user.
+    - `stream`: where its work runs. It is non-blocking if the rank `replays` requests.
     - `tape`: this rank's buffers while a request is recorded as a CUDA graph.
     - `recorded`: whether any request was recorded.
     - `use`: what engines run now.
@@ -65,7 +66,7 @@ class GpuDevice:
 
     asynchronous = True
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, replays: bool = True) -> None:
         self.name = str(device)
         self.index = index = device.number_here
         self.tape: Tape | None = None
@@ -87,7 +88,9 @@ class GpuDevice:
         capability = f"{properties['major']}.{properties['minor']}"
         self.profile = find_profile("cuda", properties["name"].decode(), capability)
         with self.device:
-            self.stream = self.cuda.Stream(non_blocking=True)
+            # Some kernels of ONNX Runtime run on CUDA's default stream. It waits for other streams, and they for it,
+            # unless they are non-blocking, as captured ones must be. A random graph gave wrong numbers on busy H200s.
+            self.stream = self.cuda.Stream(non_blocking=replays)
         self._kept: deque[tuple[Any, tuple[Any, ...]]] = deque()
         # The memory of recordings, which have its addresses in them. A pool frees what is unused when memory is short.
         self._recorded_chunks: list[Any] = []

@@ -12,7 +12,7 @@ from splitc.runtime.collectives.mail import Mail, all_gather, tell_all
 from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.built_here import check_built_here
-from splitc.runtime.engines.kinds import find_kind, make_backend
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.hardware.gpus import identify_gpu
@@ -31,7 +31,7 @@ from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
-from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.threads.failures import Failure, attempt
 
 
@@ -105,7 +105,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         seen = device if device.ordinal is None else replace(device, index=device.ordinal)
         check_built_here(package, manifest, [seen])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)
-        backend = make_backend(manifest.engine, device, threads, manifest.build, join.cuda_graphs)
+        backend = make_backend_of(manifest, own, device, threads, join.cuda_graphs)
         if find_groups(manifest):
             load_library()
         gpu = None if device.kind == "cpu" else identify_gpu(seen.index)

@@ -17,7 +17,6 @@ from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.ipc.channel import Channel, portable
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
 from splitc.runtime.ipc.shared_memory import map_memory
@@ -42,7 +41,7 @@ from splitc.runtime.processes.messages import (
     pack,
     unpack,
 )
-from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Work, Worker
@@ -159,7 +158,7 @@ def _make(
 ) -> tuple[RankProcess, ProcessCollectives]:
     """A rank that the session has started, and its collectives. Descriptors are those of the memory of meetings."""
     manifest, device = read_manifest(start.package), start.devices[start.number]
-    backend = make_backend(manifest.engine, device, start.threads, manifest.build, start.cuda_graphs)
+    backend = make_backend_of(manifest, start.number, device, start.threads, start.cuda_graphs)
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
     met = {group: Meeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)

@@ -12,8 +12,10 @@ from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.expert_kernels import use_first_expert_kernels
 from splitc.runtime.engines.forms import EngineForms
+from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package.manifest_file import same_package
@@ -85,6 +87,13 @@ def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMe
     """A rank's measured memory and the package's prediction. `adapted`: requests with adapters are included."""
     total = rank.total_bytes if adapted else rank.total_bytes - rank.adapter_bytes
     return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, total)
+
+
+def make_backend_of(manifest: Manifest, number: int, device: Device, threads: int, cuda_graphs: bool) -> Backend:
+    """The backend of a rank, by its number. Raises PackageError if the GPU or a library is missing."""
+    rank = manifest.ranks[number]
+    replays = cuda_graphs and not any(why_not_replayed(rank, file) for file in rank.engines)
+    return make_backend(manifest.engine, device, threads, manifest.build, cuda_graphs, replays=replays)
 
 
 def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
-from splitc.runtime.engines.kinds import choose_engine, make_backend
+from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.feeds.on_gpu import Feed, on_host
@@ -34,7 +34,7 @@ from splitc.runtime.package.verification import NEVER, ONCE, Verification, check
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.deployment import Deployment
-from splitc.runtime.ranks.loaded import Setup
+from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
@@ -371,9 +371,10 @@ def _make_threads(
     deployment: Deployment, broken: Callable[[BaseException], None], swap: Mapping[Device, SwapBuffer]
 ) -> Workers:
     """Ranks as threads, not yet started. For `swap` see Setup."""
-    manifest, devices, graphs = deployment.manifest, deployment.devices, deployment.cuda_graphs
-    backends = [make_backend(manifest.engine, device, deployment.threads, manifest.build, graphs) for device in devices]
-    setups = [Setup(rank, deployment.package, manifest, swap.get(device)) for rank, device in enumerate(devices)]
+    manifest, graphs = deployment.manifest, deployment.cuda_graphs
+    ranks = list(enumerate(deployment.devices))
+    backends = [make_backend_of(manifest, rank, device, deployment.threads, graphs) for rank, device in ranks]
+    setups = [Setup(rank, deployment.package, manifest, swap.get(device)) for rank, device in ranks]
     return Workers(setups, backends, broken, replays=graphs and backends[0].asynchronous)
 
 

@@ -38,6 +38,7 @@ class Stream:
 
     def __init__(self, non_blocking: bool = False) -> None:
         self.ptr = id(self)
+        self.non_blocking = non_blocking
         self.graph: Graph | None = None
         self.done = 0
         self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()

@@ -18,7 +18,7 @@ from tests.helpers.fake_gpus import install_cupy, make_backend
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Simulate GPUs, for ranks that are threads and for those that are processes."""
     install_cupy(monkeypatch.setattr)
-    monkeypatch.setattr("splitc.runtime.session.session.make_backend", make_backend)
+    monkeypatch.setattr("splitc.runtime.ranks.loaded.make_backend", make_backend)
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     yield
 

@@ -153,9 +153,9 @@ def _fail_in(engine: HostEngine, number: int) -> None:
     engine.run = fail  # type: ignore[method-assign]
 
 
-def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
+def make_backend(engine: str, device: Device, threads: int, build: object, graphs: bool, *, replays: bool) -> object:
     """Replaces `splitc.runtime.engines.kinds.make_backend`."""
-    return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
+    return FakeBackend(device, replays) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
 
 def install_cupy(replace: Callable[[str, object], None]) -> None:

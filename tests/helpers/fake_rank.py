@@ -10,6 +10,6 @@ from tests.helpers.fake_gpus import for_good, install_cupy, make_backend
 def main(descriptor: int) -> None:
     """As `splitc.runtime.processes.rank.main`."""
     install_cupy(for_good)
-    for_good("splitc.runtime.processes.rank.make_backend", make_backend)
+    for_good("splitc.runtime.ranks.loaded.make_backend", make_backend)
     for_good("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
     rank.main(descriptor)

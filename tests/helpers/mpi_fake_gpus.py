@@ -41,7 +41,7 @@ def shared() -> Iterator[Path]:
 
 def main(folder: str, *packages: str) -> None:
     install_cupy(for_good)
-    for_good("splitc.runtime.mpi.rank.make_backend", make_backend)
+    for_good("splitc.runtime.ranks.loaded.make_backend", make_backend)
     for_good("splitc.runtime.mpi.rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
     for_good("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
     with shared() as file:

@@ -22,9 +22,11 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.replayable import UNLOADED, why_not_replayed, why_unsafe_to_replay
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.kept_recordings import NEW
+from splitc.runtime.ranks.loaded import make_backend_of
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
@@ -317,6 +319,20 @@ def test_control_flow_is_never_captured(write_model: Callable[[str], Path]) -> N
         assert not is_replayed(session, feeds)
         why = "requests are not replayed as CUDA graphs: rank0/stage0.onnx has control flow (If, Loop or Scan)"
         assert session.notes == [why]
+    assert not is_non_blocking(package(model, "layer", 1), True)
+
+
+def is_non_blocking(folder: Path, graphs: bool) -> bool:
+    """Whether the stream of a package's rank does not wait for CUDA's default stream, and that not for it."""
+    gpu: Any = make_backend_of(read_manifest(folder), 0, Device("cuda", 0), 1, graphs)
+    return bool(gpu.stream.non_blocking)
+
+
+def test_only_what_is_captured_does_not_wait_for_the_default_stream(decoder: Path) -> None:
+    """Some kernels of ONNX Runtime run there: on a busy GPU, they read what was not there yet."""
+    folder = package(decoder, "layer", 1)
+    assert is_non_blocking(folder, True)
+    assert not is_non_blocking(folder, False)
 
 
 def test_branches_beside_nodes_on_the_cpu_are_never_captured(decoder: Path) -> None:
