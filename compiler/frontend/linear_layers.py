@@ -28,6 +28,7 @@ class LinearLayer:
     - `weight`: [outputs, inputs, ...], or with `is_transposed` [inputs, outputs].
     - `factor`: multiplies the product.
     - `why_not`: why no adapter can be added to this weight.
+    - `is_read_both_ways`: some of the nodes multiply by the weight, others by its transpose. An adapter is for one way.
     """
 
     layer: Layer
@@ -37,6 +38,7 @@ class LinearLayer:
     is_transposed: bool = False
     factor: float = 1.0
     why_not: str = ""
+    is_read_both_ways: bool = False
 
 
 def find_linear_layers(graph: Graph) -> list[LinearLayer]:
@@ -45,7 +47,8 @@ def find_linear_layers(graph: Graph) -> list[LinearLayer]:
     for node in graph.nodes:
         if (layer := _layer_of(node)) is not None:
             before = layers.setdefault(layer.weight, replace(layer, nodes=()))
-            layers[layer.weight] = replace(before, nodes=(*before.nodes, node))
+            both_ways = before.is_read_both_ways or before.is_transposed != layer.is_transposed
+            layers[layer.weight] = replace(before, nodes=(*before.nodes, node), is_read_both_ways=both_ways)
     return list(layers.values())
 
 

@@ -64,6 +64,8 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
     for layer in find_linear_layers(graph):
         places = [place_of(node) for node in layer.nodes]
         reasons = [place for place in places if isinstance(place, str)]
+        if layer.is_read_both_ways:
+            reasons.append("its transpose is multiplied by too")
         if why := next(iter(reasons), "" if layer.layer.names else "it has no name"):
             without[layer.weight.name or ""] = why
             continue

@@ -248,3 +248,17 @@ def test_no_cut_goes_through_a_slot(tmp_path: Path) -> None:
     for rank in slotted.ranks:
         path = tmp_path / "slots2" / rank.engines[0].path
         assert [value.name for value in onnx.load(path).graph.input] == rank.engines[0].inputs
+
+
+@pytest.mark.parametrize("inner", [WIDTH, INNER])
+def test_weights_that_are_read_both_ways_have_no_slot(inner: int, tmp_path: Path) -> None:
+    """The second product had the update of the first one, untransposed: a wrong answer if the matrix is square."""
+    b = Block()
+    x = b.data("x", (2, 5, WIDTH), ["batch", "n", WIDTH])
+    weight, other = b.w("tied.weight", WIDTH, inner), b.w("other.weight", WIDTH, WIDTH)
+    inside = b.op("Tanh", b.op("MatMul", b.op("MatMul", x, other), weight))
+    b.give(b.op("MatMul", inside, b.op("Transpose", weight, perm=[1, 0])), "y", ["batch", "n", WIDTH])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(lora_slots=4))
+    compile_model(plan, tmp_path / "package")
+    assert [slot.names[0] for slot in read_manifest(tmp_path / "package").slots] == ["other"]
