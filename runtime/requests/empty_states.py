@@ -45,8 +45,23 @@ def unfed_states(manifest: Manifest, feeds: Mapping[str, Feed]) -> dict[str, Arr
 
 def count_batch(manifest: Manifest, feeds: Mapping[str, Feed]) -> int:
     """The number of rows of a request. Optional inputs have none: weights, and the tokens whose logits are computed."""
-    given = (feeds[tensor.name] for tensor in manifest.inputs if tensor.name in feeds)
-    return max((array.shape[0] for array in given if array.ndim), default=1)
+    known = [feeds[name].shape[axis] for name, axis in (manifest.batch or {}).items() if name in feeds]
+    return max(known or _first_sizes(manifest, feeds), default=1)
+
+
+def _first_sizes(manifest: Manifest, feeds: Mapping[str, Feed]) -> list[int]:
+    """The sizes that may be the number of rows, in a model whose rows depend on each other.
+
+    States have a row for each, so a symbol of their first axis is the number, if feeds have it. Else it is the first
+    axis of the feeds, without those of one axis if others have more: theirs may be tokens.
+    """
+    given = [(tensor.shape or (), feeds[tensor.name].shape) for tensor in manifest.inputs if tensor.name in feeds]
+    states = {state.input for state in manifest.states if state.grows != 0}
+    firsts = {tensor.shape[0] for tensor in manifest.inputs if tensor.name in states and tensor.shape}
+    symbols = {size for size in firsts if isinstance(size, str)}
+    named = [size for shape, sizes in given for symbol, size in zip(shape, sizes, strict=False) if symbol in symbols]
+    longer = [sizes[0] for _, sizes in given if len(sizes) > 1]
+    return named or longer or [sizes[0] for _, sizes in given if sizes]
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], rows: int, room: int) -> Zeros:
