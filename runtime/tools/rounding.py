@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +20,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 ROUNDING = 2
 # Up, down, and random directions. A choice: each runs the unsplit model once more, where outputs differ.
 TRIES = 4
-# The input types for which numpy has nextafter.
-NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+# The number types that have nextafter.
+NUDGED = tuple(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 # How many numbers a weight has that is nudged. A choice: in shorter ones are exponents, and scales from which sizes
 # follow; norms, biases and scales of channels, of which any model has some, are not longer.
 FEWEST, MOST = 8, 1 << 16
@@ -85,7 +86,7 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
     for attempt in range(TRIES) if arrays else ():
         for number, array in arrays.items():
             # The largest numbers stay: they stand for infinity.
-            moved = np.where(np.abs(array) < np.finfo(array.dtype).max / 2, _step(array, attempt), array)
+            moved = np.where(np.abs(array) < ml_dtypes.finfo(array.dtype).max / 2, _step(array, attempt), array)
             proto.graph.initializer[number].CopyFrom(numpy_helper.from_array(moved, weights[number].name))
         yield proto.SerializeToString()
 

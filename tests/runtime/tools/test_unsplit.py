@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
@@ -87,20 +89,25 @@ def test_model_runs_with_other_weights(tmp_path: Path) -> None:
     assert len(moved) == TRIES
 
 
-def test_numbers_move_in_all_directions() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_numbers_move_in_all_directions(dtype: npt.DTypeLike) -> None:
     """A scale that is computed from all numbers follows them if all move up, and what it divides stays as it is."""
-    given: Arrays = {"x": np.random.default_rng(0).standard_normal(100).astype(np.float32), "n": np.arange(3)}
+    given: Arrays = {"x": np.random.default_rng(0).standard_normal(100).astype(dtype), "n": np.arange(3)}
     signs = [np.sign(made["x"] - given["x"]) for made in nudged(given)]
     assert [set(sign) for sign in signs] == [{1.0}, {-1.0}, *[{1.0, -1.0}] * (TRIES - 2)]
     assert not np.array_equal(signs[2], signs[3])
     assert all(np.array_equal(made["n"], given["n"]) for made in nudged(given))
 
 
-def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16])
+def test_weights_move_what_feeds_have_no_part_in(tmp_path: Path, dtype: ir.DataType) -> None:
     """As caches have hardly any in a router's choice."""
     b = Block()
     ids, past = b.indices("ids", [3, 1], ["n"]), b.data("past", (2, 4), ["n", 4])
-    b.give(b.op("Mul", b.op("Gather", b.w("table", 30, 12), ids), b.w("scale", 12)), "scores", ["n", 12])
+    random = {"table": b.random("table", 30, 12), "scale": b.random("scale", 12)}
+    table, scale = (b.weight(n, ir.tensor(array.astype(dtype.numpy()), dtype)) for n, array in random.items())
+    scores = b.op("Mul", b.op("Gather", table, ids), scale)
+    b.give(b.op("Cast", scores, to=ir.DataType.FLOAT), "scores", ["n", 12])
     b.give(b.op("Neg", past), "present", ["n", 4])
     save(b.model(), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", "cpu0"), tmp_path / "package")
