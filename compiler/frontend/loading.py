@@ -32,6 +32,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     contents = contents_of(proto)
     _check_texts(contents, path)
     _check_declared(proto.graph, path)
+    _list_once(proto.graph)
     _check_maps(proto.graph, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
@@ -90,10 +91,21 @@ def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[o
 
 
 def _check_declared(graph: onnx.GraphProto, path: Path) -> None:
-    """Raise ModelError for an input or output that is declared twice: results are known by their names."""
-    for kind, values in (("input", graph.input), ("output", graph.output)):
-        if twice := [name for name, count in Counter(value.name for value in values).items() if count > 1]:
-            raise ModelError(f"{path}: the {kind} '{twice[0]}' is declared twice: leave out one of them")
+    """Raise ModelError for an input that is declared twice: feeds are known by their names."""
+    if twice := [name for name, count in Counter(value.name for value in graph.input).items() if count > 1]:
+        raise ModelError(f"{path}: the input '{twice[0]}' is declared twice: leave out one of them")
+
+
+def _list_once(graph: onnx.GraphProto) -> None:
+    """List each output once. Exporters list one as often as a module returns it, and results are known by their names.
+
+    ONNX Runtime and its checker take such models.
+    """
+    names = [value.name for value in graph.output]
+    first = {name: place for place, name in reversed([*enumerate(names)])}
+    for place in reversed(range(len(names))):
+        if first[names[place]] != place:
+            del graph.output[place]
 
 
 def _check_maps(graph: onnx.GraphProto, path: Path) -> None:

@@ -10,6 +10,7 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES
+from splitc.runtime.engines.onnx_session import output_names
 from splitc.runtime.gpu.array import GpuArray, Place
 
 
@@ -22,7 +23,7 @@ class KeptBinding:
     def __init__(self, session: ort.InferenceSession, device: tuple[str, int]) -> None:
         self._session = session
         self._device = device
-        self._names = [value.name for value in session.get_outputs()]
+        self._names = output_names(session)
         self._begin()
 
     def _begin(self) -> None:

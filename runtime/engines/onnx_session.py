@@ -97,6 +97,11 @@ def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
     return open_in_memory(content, options)
 
 
+def output_names(session: ort.InferenceSession) -> list[str]:
+    """The names of a session's outputs. A model may list one of them twice."""
+    return list(dict.fromkeys(value.name for value in session.get_outputs()))
+
+
 def too_large(path: Path) -> str | None:
     """The reason why an ONNX file is too large to read; None if it is not."""
     if not path.is_file() or (size := path.stat().st_size) <= LARGEST:

@@ -20,7 +20,7 @@ from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Backend, Communicator, LoadOptions
 from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena, take_limited_arena
 from splitc.runtime.engines.kind import BackendOptions, release
-from splitc.runtime.engines.onnx_session import open_onnx
+from splitc.runtime.engines.onnx_session import open_onnx, output_names
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
@@ -126,7 +126,7 @@ class OnnxRuntimeEngine:
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
-        self.outputs = [value.name for value in session.get_outputs()]
+        self.outputs = output_names(session)
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
@@ -160,7 +160,7 @@ def run_overridden(
 
     Raises EngineError if the run fails.
     """
-    outputs = [value.name for value in session.get_outputs()]
+    outputs = output_names(session)
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", "-1")  # otherwise a GPU session would capture this run
     try:

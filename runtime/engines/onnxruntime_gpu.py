@@ -26,7 +26,7 @@ from splitc.runtime.engines.cublas_workspace import set_workspace
 from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
-from splitc.runtime.engines.onnx_session import open_onnx
+from splitc.runtime.engines.onnx_session import open_onnx, output_names
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
     Registered,
@@ -94,7 +94,7 @@ class OnnxRuntimeGpuEngine:
         self._bindings = [KeptBinding(opened, ("cuda", gpu.index)) for opened in sessions]
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
-        self.outputs = [value.name for value in session.get_outputs()]
+        self.outputs = output_names(session)
         places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
         on_host = {value.name for value, place in places if "cuda" not in place.name.lower()}
         self._on_host = on_host.difference(sizes_only)

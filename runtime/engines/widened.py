@@ -54,11 +54,8 @@ class _Widening:
         nodes = [made for node in list(graph.node) for made in self._widened(node, tables)]
         read = set(_names_read(nodes))  # ONNX Runtime would fold an unread cast of a table, and so read it whole
         before = [_cast(name, wide, WIDE) for name, wide in self._wide.items() if name in given and wide in read]
-        after = [
-            _cast(self._wide[value.name], value.name, NARROW)
-            for value in graph.output
-            if value.name in self._wide and value.name not in given
-        ]
+        results = dict.fromkeys(value.name for value in graph.output)  # one may be listed twice
+        after = [_cast(self._wide[n], n, NARROW) for n in results if n in self._wide and n not in given]
         _replace_all(graph.node, [*before, *nodes, *after])
         _replace_all(graph.value_info, [v for v in graph.value_info if v.name not in self._narrow])
 

@@ -18,7 +18,7 @@ from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
-from splitc.runtime.engines.onnx_session import has_data_outside, open_content
+from splitc.runtime.engines.onnx_session import has_data_outside, open_content, output_names
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
@@ -149,7 +149,7 @@ def _is_undefined(array: Any) -> bool:
 
 
 def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-    names = [value.name for value in session.get_outputs()]
+    names = output_names(session)
     known = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
     given = {name: feed for name, feed in feeds.items() if name in known}
     return dict(zip(names, run_on_arrays(session, names, given), strict=True))

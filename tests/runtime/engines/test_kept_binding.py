@@ -22,14 +22,15 @@ OPTIONS = ort.RunOptions()
 
 @pytest.fixture
 def binding(tmp_path: Path) -> KeptBinding:
-    """Of a model with `sum` = `a` + `b` and `twice` = `a` + `a`."""
+    """Of a model with `sum` = `a` + `b` and `twice` = `a` + `a`, which lists `sum` two times."""
     size = ir.Shape(["n"])
     a, b = (ir.val(name, ir.DataType.FLOAT, size) for name in "ab")
     nodes = [ir.Node("", "Add", [a, b]), ir.Node("", "Add", [a, a])]
     outputs = [node.outputs[0] for node in nodes]
     for value, name in zip(outputs, ("sum", "twice"), strict=True):
         value.name, value.shape, value.dtype = name, size, ir.DataType.FLOAT
-    save(ir.Model(ir.Graph([a, b], outputs, nodes=nodes, opset_imports={"": 17}), ir_version=8), tmp_path / "m.onnx")
+    graph = ir.Graph([a, b], [outputs[0], *outputs], nodes=nodes, opset_imports={"": 17})
+    save(ir.Model(graph, ir_version=8), tmp_path / "m.onnx")
     return KeptBinding(ort.InferenceSession(str(tmp_path / "m.onnx")), ("cpu", 0))
 
 

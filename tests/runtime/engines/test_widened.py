@@ -76,6 +76,15 @@ def test_all_nodes_are_computed_in_float32(tmp_path: Path, flag: bool) -> None:
         np.testing.assert_array_equal(one.astype(np.float32), other)  # of numbers that bfloat16 holds
 
 
+def test_an_output_may_be_listed_twice(tmp_path: Path) -> None:
+    made = model("bfloat16")
+    made.graph.output.append(made.graph.output[0])
+    onnx.save(made, tmp_path / "model.onnx")
+    feeds = {"x": np.ones((2, 4), ml_dtypes.bfloat16), "ids": np.array([2, 0]), "flag": np.array(True)}
+    first, *_, last = run_on_arrays(open_session(tmp_path / "model.onnx", 1), None, feeds)
+    np.testing.assert_array_equal(first, last)
+
+
 def test_tables_are_looked_up_as_they_are() -> None:
     """Else ONNX Runtime would read the whole table, and keep it in float32."""
     content = in_float32(model("bfloat16").SerializeToString())
