@@ -34,7 +34,8 @@ def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     """By name, the batch axis of each output, and of each input that has one. None if there is no batch.
 
     The batch is a factor of dynamic size, alone on its axis. No weight has it, and all outputs do, except those that
-    depend on weights alone. No node needs it whole, sums over it or indexes it.
+    depend on weights alone. No node needs it whole, sums over it or indexes it. An input has it that does not only
+    choose among computed values: all of these would be computed for each of its rows.
     """
     rows = find_rows(graph, axis_map)
     return None if rows is None else dict(rows.axes)
@@ -46,10 +47,11 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     outputs = set(_outputs(graph))
     if not outputs:
         return None
+    starts = _starts(graph, axis_map)
     places = {
         atom: number_of
         for atom, number_of in _places(graph, axis_map).items()
-        if atom.pinned is None and atom not in mixed
+        if atom.pinned is None and atom in starts and atom not in mixed
     }
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
@@ -100,6 +102,19 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
     return places
 
 
+def _starts(graph: Graph, axis_map: AxisMap) -> set[Factor]:
+    """The factors of inputs, without those of inputs that only choose among computed values."""
+    inputs = [value for value in graph.graph.inputs if not _only_chooses(graph, value)]
+    return {atom for value in inputs for axis in axis_map.axes.get(value) or () for atom in ax.leaves(axis)}
+
+
+def _only_chooses(graph: Graph, value: ir.Value) -> bool:
+    """Whether an input has only indices of rows of computed values, such as of the tokens whose logits are computed."""
+    tables = [node.inputs[t] for node, number in value.uses() for i, t in operator_of(node).lookups if i == number]
+    computed = [table for table in tables if table and table.producer() and not graph.is_constant(table)]
+    return len(computed) == len(value.uses()) > 0
+
+
 def _mixed(axis_map: AxisMap) -> set[Factor]:
     """The factors that some node sums over or takes statistics of, and those of weights."""
     mixed = {atom for operation in axis_map.operations.values() for atom in _reduced(operation)}
@@ -120,9 +135,7 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     """
     outputs = _outputs(graph)
     places = _places(graph, axis_map)
-    starts = {
-        atom for value in graph.graph.inputs for axis in axis_map.axes.get(value) or () for atom in ax.leaves(axis)
-    }
+    starts = _starts(graph, axis_map)
     possible = [atom for atom in places if atom in starts]
     if not possible:
         return "no input has an axis of dynamic size"

@@ -83,6 +83,23 @@ def test_rows_of_another_number_are_other_rows(tmp_path: Path) -> None:
     refuse_rows(b, tmp_path, "the output '(y|same)' has no axis for the rows along axis 0 of '(x|memory)'")
 
 
+def test_indices_that_only_choose_what_is_computed_are_no_rows(tmp_path: Path) -> None:
+    """As the tokens whose logits are computed: each group of devices would compute all that they choose from."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    y = b.op("Sub", x, b.op("ReduceMean", x, b.ints(0)))
+    kept = b.op("Gather", layer(b, y, "up"), b.indices("kept", [0, 2], ["kept"]), axis=1)
+    b.give(layer(b, kept, "down"), "y", ["batch", "kept", WIDTH])
+    refuse_rows(b, tmp_path, "the rows along axis 0 of 'x' are not independent: .*ReduceMean")
+
+
+def test_indices_of_a_table_that_is_an_input_are_rows(tmp_path: Path) -> None:
+    b = Block(21)
+    table, ids = b.data("table", (5, WIDTH)), b.indices("ids", [0, 4, 2], ["batch"])
+    b.give(layer(b, b.op("Gather", table, ids), "up"), "y", ["batch", WIDTH])
+    check_rows(b, tmp_path, {"ids", "y"})
+
+
 def recurrent(b: Block, rows: ir.Value, kind: str, gates: int) -> ir.Value:
     """A recurrent network over five positions of each row, in both directions, with lengths and an initial state."""
     v = b.op("Transpose", b.op("Reshape", rows, b.ints(0, 5, 4)), perm=[1, 0, 2])
