@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from splitc.compiler.planning.plan_file import PlanFile
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.compiler.sharding.axis_map import probe_sizes
 from splitc.runtime.hardware.devices import Device
 
 
@@ -42,10 +41,6 @@ class WholeValues:
 
     analysis: Analysis
     fixes_ranks = False
-
-    @cached_property
-    def axis_map(self) -> AxisMap:
-        return find_axes(self.analysis.graph, self.probe_shapes)
 
     @property
     def probe_shapes(self) -> BoundShapes:

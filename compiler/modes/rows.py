@@ -56,6 +56,12 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
     return rows.axes
 
 
+def rows_of_micro_batches(analysis: Analysis) -> Mapping[str, int] | None:
+    """As `tried_rows`; None if there is no batch axis."""
+    rows = _rows_or_why(analysis)
+    return None if isinstance(rows, str) else rows.axes
+
+
 @remembered
 def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
     """The batch; or why there is none, and what to do. Cached, since auto mode needs it for each way."""

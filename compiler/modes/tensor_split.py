@@ -27,7 +27,6 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram
-from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.report import AxisSplit, axis_splits
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.hardware.profiles import HOST
@@ -54,10 +53,6 @@ class TensorSplit:
     is_radial = False
 
     @property
-    def axis_map(self) -> AxisMap:
-        return self.sharded.axis_map
-
-    @property
     def probe_shapes(self) -> BoundShapes:
         return self.sharded.axis_map.bound
 
@@ -79,7 +74,7 @@ class TensorSplit:
                 yield max(RANGE, sum(map(self._statistics_bytes, both)))
 
     def _statistics_bytes(self, node: ir.Node) -> int:
-        operation, data = self.axis_map.operations[node], node.inputs[0]
+        operation, data = self.sharded.axis_map.operations[node], node.inputs[0]
         assert data is not None
         rows = self.analysis.costs.value_bytes(data) // ax.size_of(operation.reduced)
         return rows * operation.statistics

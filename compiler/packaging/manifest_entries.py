@@ -14,7 +14,7 @@ from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_shape, describe_tensor
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.roles import find_roles, planned_roles
-from splitc.compiler.modes.rows import row_sources
+from splitc.compiler.modes.rows import row_sources, rows_of_micro_batches
 from splitc.compiler.operators.registry import operator_of, quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
 from splitc.compiler.planning.plan import Plan
@@ -22,8 +22,6 @@ from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.request import DISK
-from splitc.compiler.sharding.axis_map import find_axes, probe_sizes
-from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.states import Preamble
@@ -84,12 +82,9 @@ def make_manifest(
 
 def _batch(plan: Plan) -> dict[str, int] | None:
     """The batch's axis of each input and output, including inputs that only the preamble reads."""
-    analysis = plan.analysis
-    # Axes of tensor mode are whole at placed weights.
-    axis_map = find_axes(analysis.graph, probe_sizes(analysis)) if analysis.partition.placed else plan.split.axis_map
-    rows = dict(plan.replicas.rows) if plan.replicas else find_batch(analysis.graph, axis_map)
-    preamble = analysis.preamble
-    return rows if rows is None or preamble is None else {**preamble.batch, **rows}
+    rows = plan.replicas.rows if plan.replicas else rows_of_micro_batches(plan.analysis)
+    preamble = plan.analysis.preamble
+    return None if rows is None else {**({} if preamble is None else preamble.batch), **rows}
 
 
 def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:

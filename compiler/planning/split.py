@@ -13,7 +13,6 @@ import onnx_ir as ir
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
-from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.report import AxisSplit
 from splitc.runtime.package.manifest import Part, Sizes
 from splitc.runtime.package.steps import Step
@@ -42,10 +41,6 @@ class RankProgram:
 
 class Split(Protocol):
     """How the ranks of a plan share a model."""
-
-    @property
-    def axis_map(self) -> AxisMap:
-        """The axes of the whole model, found with distinct probe sizes."""
 
     @property
     def probe_shapes(self) -> BoundShapes:

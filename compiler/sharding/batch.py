@@ -30,19 +30,14 @@ class BatchAxes:
     axes: Mapping[str, int]
 
 
-def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
-    """By name, the batch axis of each output, and of each input that has one. None if there is no batch.
-
-    The batch is a factor of dynamic size, alone on its axis. No weight has it, and all outputs do, except those that
-    depend on weights alone. No node needs it whole, sums over it or indexes it. An input has it that does not only
-    choose among computed values: all of these would be computed for each of its rows.
-    """
-    rows = find_rows(graph, axis_map)
-    return None if rows is None else dict(rows.axes)
-
-
 def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
-    """As `find_batch`, with the factors. If no factor is in all outputs, several of one symbol may be the batch."""
+    """The batch; None if there is none.
+
+    It is a factor of dynamic size, alone on its axis. No weight has it, and all outputs do, except those that depend on
+    weights alone. No node needs it whole, sums over it or indexes it. An input has it that does not only choose among
+    computed values: all of these would be computed for each of its rows. If no factor is in all outputs, several of one
+    symbol may be the batch.
+    """
     mixed = _mixed(axis_map)
     outputs = set(_outputs(graph))
     if not outputs:

@@ -167,6 +167,15 @@ def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbe
             assert_close(session.run(feeds), run_whole(model, feeds))
 
 
+def test_other_modes_find_these_rows_for_micro_batches(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = write_model(PICKED.replace("NUMBERS", SAME))
+    compile_model(plan_model(model, ["cpu0"], replace(BATCH, split_mode="layer")), tmp_path / "package", verify=False)
+    chance = np.random.default_rng(0)
+    feeds: Arrays = {name: chance.standard_normal((5, 4), np.float32) for name in ("x", "mask")}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds, micro_batch=2), run_whole(model, feeds))
+
+
 @pytest.mark.parametrize("text", [PICKED, WRITTEN], ids=["picked", "written"])
 @pytest.mark.parametrize(
     "numbers",
