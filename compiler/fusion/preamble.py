@@ -22,7 +22,7 @@ from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
-from splitc.compiler.fusion.plain_requests import Plain, find_plain
+from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.fusion.sizes import Sizes, size_readers
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
@@ -36,7 +36,7 @@ class Preamble:
     """The preamble as a model. Its inputs are some of the model's and the added lengths; its outputs are ranks' inputs.
 
     - `roles`: the roles of the model's inputs by name, some of which the ranks' graphs no longer have.
-    - `batch`: by name, the axes of inputs that are the batch.
+    - `batch`: by name, the axes of inputs that are the batch. `may_broadcast`: those that may have one row for all.
     - `masks`: outputs that a request may omit (masks.py). `blanks` are omitted with them: the entirely masked rows.
     - `plain`: the requests for which neither has to be computed (plain_requests.py); None if there are none.
     """
@@ -47,6 +47,7 @@ class Preamble:
     masks: Mapping[str, str]
     blanks: Sequence[str] = ()
     plain: Plain | None = None
+    may_broadcast: Sequence[str] = ()
 
     @property
     def outputs(self) -> list[str]:
@@ -79,7 +80,7 @@ def cut_preamble(
         made = _made(graph, following, early)
         _check(made, following, graph, sizes)
     cut = _copy(model, made)
-    batch = _find_batch(cut.graph.inputs, filled, sizes)
+    batch, may_broadcast = _find_batch(cut.graph.inputs, filled, sizes, roles)
     masks = find_masks(made, filled, sizes)
     blanks = find_blanks(made, masks)
     plain = find_plain(cut.graph, masks, blanks, filled, sizes, roles)
@@ -87,7 +88,7 @@ def cut_preamble(
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:
             mark_omittable(new)
-    return Preamble(cut, roles, batch, masks, blanks, plain)
+    return Preamble(cut, roles, batch, masks, blanks, plain, may_broadcast)
 
 
 def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
@@ -100,15 +101,27 @@ def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
     return ir.Model(graph, ir_version=model.ir_version)
 
 
-def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
-    """By name, the axes of inputs with the size of the caches' batch."""
+def _find_batch(
+    inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes, roles: Mapping[str, Role]
+) -> tuple[dict[str, int], list[str]]:
+    """By name, the axes of inputs with the size of the caches' batch; and which of them may have one row for all.
+
+    The batch of a mask may have a symbol of its own: torch's newer exporter does not relate what is broadcast.
+    """
     batches = {axes[0].size for one in filled if (axes := sizes.axes(one.lasts)) and axes[0].fixed is None}
-    return {
+    known = {
         value.name or "": place
         for value in inputs
         for place, size in enumerate(sizes.of(value) or ())
         if size in batches
     }
+    masks = [value for value in inputs if (role := roles.get(value.name or "")) is not None and role.kind == "mask"]
+    others = [
+        value.name or ""
+        for value in masks
+        if value.name not in known and len(batches) == 1 and is_batched(sizes.axes(value), *batches)
+    ]
+    return {**known, **dict.fromkeys(others, 0)}, others
 
 
 def _read_sizes_off_inputs(

@@ -21,7 +21,7 @@ from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import describe_files
 from splitc.runtime.package.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
-from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_manifest
+from splitc.runtime.package.manifest_file import read_manifest, write_manifest
 from splitc.runtime.package.verification import STAMP, verify_files
 
 
@@ -121,11 +121,7 @@ def finish_package(
     engines = {engine.path for engine in _engines(manifest)}
     others = [file for file in manifest.files if file.path not in engines and (folder / file.path).exists()]
     files = sorted([*others, *describe_files(folder, [folder / path for path in engines])], key=lambda file: file.path)
-    finished = msgspec.structs.replace(manifest, build=Build(settings.options, built), files=files)
-    manifest_path = folder / FILE_NAME
-    manifest_path.unlink(missing_ok=True)
-    manifest_path.write_bytes(encode(finished))
-    return finished
+    return write_manifest(folder, msgspec.structs.replace(manifest, build=Build(settings.options, built), files=files))
 
 
 def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:

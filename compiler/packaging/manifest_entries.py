@@ -37,7 +37,7 @@ def make_manifest(
     fills: Mapping[str, m.Fill],
 ) -> m.Manifest:
     """The manifest of a package with these ranks and files."""
-    analysis = plan.analysis
+    analysis, batch = plan.analysis, _batch(plan)
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
     slotted = {tensor.name for tensor in m.slot_tensors(analysis.slots)}
@@ -52,7 +52,7 @@ def make_manifest(
         inputs=_inputs(plan, fills),
         outputs=_outputs(analysis),
         states=list(analysis.states),
-        batch=_batch(plan),
+        batch=batch,
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=list(ranks),
         cuts=plan.named_cuts,
@@ -68,7 +68,7 @@ def make_manifest(
         kept_rows=None if analysis.chosen is None else analysis.chosen.entry,
         preamble=_preamble(plan, have_forms(ranks)),
         replicas=_replicas(plan),
-        row_sources=[] if plan.replicas is None else row_sources(plan.analysis, plan.replicas.rows),
+        row_sources=_row_sources(plan, batch),
         slots=list(analysis.slots),
         maps_weights=plan.weights_at == DISK,
         most_rank=plan.most_rank,
@@ -85,6 +85,18 @@ def _batch(plan: Plan) -> dict[str, int] | None:
     rows = plan.replicas.rows if plan.replicas else rows_of_micro_batches(plan.analysis)
     preamble = plan.analysis.preamble
     return None if rows is None else {**({} if preamble is None else preamble.batch), **rows}
+
+
+def _row_sources(plan: Plan, batch: Mapping[str, int] | None) -> list[str]:
+    """The inputs that have every row of the batch, if others may have one row for all."""
+    if plan.replicas is not None:
+        return row_sources(plan.analysis, plan.replicas.rows)
+    preamble = plan.analysis.preamble
+    if preamble is None or batch is None or not preamble.may_broadcast:
+        return []
+    inputs = (*plan.analysis.graph.graph.inputs, *preamble.model.graph.inputs)
+    names = dict.fromkeys(value.name or "" for value in inputs)
+    return [name for name in names if name in batch and name not in preamble.may_broadcast]
 
 
 def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:

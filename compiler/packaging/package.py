@@ -39,7 +39,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
 from splitc.runtime.hardware.devices import cores, threads_for
 from splitc.runtime.package import manifest as m
-from splitc.runtime.package.manifest_file import FILE_NAME, encode
+from splitc.runtime.package.manifest_file import write_manifest
 from splitc.runtime.threads.garbage import rare_garbage
 from splitc.runtime.threads.progress import doing
 from splitc.runtime.units import whole_number
@@ -93,7 +93,7 @@ def compile_model(
         ranks = write_preamble(plan.analysis.preamble, [rank.entry for rank in written], writer)
         _write_weights(written, writer, target, jobs, warn)
         manifest = make_manifest(plan, ranks, writer.files, threads, build.options, fills)
-        (folder / FILE_NAME).write_bytes(encode(manifest))
+        manifest = write_manifest(folder, manifest)
         compares = plan.rewrites and verify
         with doing("checking the package"):
             if not compares or manifest.slots or manifest.masks or find_kind(plan.engine).is_built:
@@ -184,7 +184,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[PlacedWeights]) -> Ite
             ranks.append(written)
         write_weight_files(_files(ranks), writer)
         manifest = make_manifest(plan, [rank.entry for rank in ranks], writer.files, None, m.BuildOptions(), {})
-        writer.write(writer.folder / FILE_NAME, encode(manifest))
+        write_manifest(writer.folder, manifest)
         yield writer.folder
 
 

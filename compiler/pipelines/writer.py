@@ -28,7 +28,7 @@ from splitc.runtime.engines.kinds import TENSORRT, find_kind
 from splitc.runtime.errors import MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.files.written import try_link
 from splitc.runtime.package.manifest import EngineFile, File, Fill, Manifest
-from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_manifest, read_seal
+from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest, read_seal, write_manifest
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 from splitc.runtime.threads.garbage import rare_garbage
@@ -77,8 +77,7 @@ def compile_pipeline(
                 )
         raise_all(errors)
         for name, keys in plan.common.keys.items():
-            manifests[name] = _with_keys(manifests[name], keys)
-            (folder / name / FILE_NAME).write_bytes(encode(manifests[name]))
+            manifests[name] = write_manifest(folder / name, _with_keys(manifests[name], keys))
         _share_files(folder, manifests)
         files = _copy_files(plan, folder)
         modules = [Module(m.name, read_seal(folder / m.name), plan.folder.source(m.module)) for m in plan.modules]

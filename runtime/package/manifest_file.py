@@ -41,6 +41,14 @@ def encode(manifest: Manifest) -> bytes:
     return seal(msgspec.json.encode(manifest))
 
 
+def write_manifest(package: Path, manifest: Manifest) -> Manifest:
+    """Write a package's manifest. Returns it with its hash, as it is read."""
+    path = package / FILE_NAME
+    path.unlink(missing_ok=True)  # it may be a hard link
+    path.write_bytes(encode(manifest))
+    return msgspec.structs.replace(manifest, sha256=read_seal(package))
+
+
 def seal(content: bytes) -> bytes:
     """A manifest's JSON, indented, with its own hash."""
     fields = {"sha256": _UNSEALED, **{k: v for k, v in msgspec.json.decode(content).items() if k != "sha256"}}

@@ -86,7 +86,8 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
     for attempt in range(TRIES) if arrays else ():
         for number, array in arrays.items():
             # The largest numbers stay: they stand for infinity.
-            moved = np.where(np.abs(array) < ml_dtypes.finfo(array.dtype).max / 2, _step(array, attempt), array)
+            most = ml_dtypes.finfo(array.dtype).max / 2  # type: ignore[no-untyped-call]
+            moved = np.where(np.abs(array) < most, _step(array, attempt), array)
             proto.graph.initializer[number].CopyFrom(numpy_helper.from_array(moved, weights[number].name))
         yield proto.SerializeToString()
 

@@ -33,6 +33,8 @@ class Style:
     - `sinks`: a learned number for each head is joined to the scores.
     - `blanks`: rows that are masked entirely become zeros after the attention.
     - `zeroed`: a mask sets rows of padding to zero, and its length has a symbol of its own, as in hybrids.
+    - `picked`: the mask is picked by numbers of rows and tokens, and its sizes have symbols of their own, as torch's
+      newer exporter writes it.
     - `odd`: see `write`.
     """
 
@@ -57,6 +59,7 @@ class Style:
     blanks: bool = False
     tiled: bool = False
     zeroed: bool = False
+    picked: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -104,7 +107,9 @@ class _Writer:
             (name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")
         ]
         if style.masked or style.zeroed:
-            inputs.append(("attention_mask", TensorProto.INT64, ["batch", "tokens" if style.zeroed else total]))
+            own = style.zeroed or style.picked
+            sizes = ["masks" if style.picked else "batch", "tokens" if own else total]
+            inputs.append(("attention_mask", TensorProto.INT64, sizes))
         kinds = [f"{kind}.{n}" for n in range(style.layers) for kind in ("key", "value")]
         inputs += [(f"past_{kind}", style.dtype, state) for kind in kinds]
         outputs: list[tuple[str, int, list[Any]]] = [("logits", style.dtype, ["batch", length, style.vocabulary])]
@@ -183,7 +188,20 @@ class _Writer:
         if not self.style.masked:
             return causal
         kept = self.add("Cast", "attention_mask", to=TensorProto.BOOL)
+        if self.style.picked:
+            return self.add("And", causal, self._picked(kept, tokens))
         return self.add("And", causal, self.add("Unsqueeze", kept, self.number([1, 2])))
+
+    def _picked(self, kept: str, tokens: str) -> str:
+        """The mask's entries, picked by the numbers of rows and of tokens."""
+        counts = (self.size_of(tokens, 0), [1, 2, 3]), (self._all, [0, 1, 2])
+        numbers = [
+            self.add("Unsqueeze", self.add("Range", self.number(0), count, self.number(1)), self.number(axes))
+            for count, axes in counts
+        ]
+        shape = self.add("Shape", self.add("Add", *numbers))
+        parts = [self.add("Unsqueeze", self.add("Expand", one, shape), self.number([-1])) for one in numbers]
+        return self.add("GatherND", kept, self.add("Concat", *parts, axis=-1))
 
     def _near(self, mask: str) -> str:
         """Those of the booleans that are true within the window."""

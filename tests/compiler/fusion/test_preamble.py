@@ -192,6 +192,19 @@ def test_blank_rows_are_left_out_with_masks(tmp_path: Path) -> None:
             assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
 
 
+def test_each_row_has_its_own_mask(tmp_path: Path) -> None:
+    """The batch of masks may have a symbol of its own: rows that run one by one had all masks, and used the first."""
+    style = replace(OPTIMUM, picked=True)
+    path = compiled(style, tmp_path, "layer", ["cuda0", "cuda1"])
+    request = feeds(style, 2, 3, 5, padded=4)
+    with Session(path, devices=["cpu0", "cpu1"]) as session:
+        assert any(length.one_row for length in session.manifest.lengths)
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))
+        one = {**request, "attention_mask": request["attention_mask"][:1]}
+        both = {**request, "attention_mask": request["attention_mask"][[0, 0]]}
+        assert_close(session.run(one), run_whole(tmp_path / "model.onnx", both))
+
+
 def test_masks_of_another_batch_are_computed() -> None:
     """The graph may name the batch of masks otherwise than that of the caches."""
     engine = object.__new__(preamble.PreambleEngine)
