@@ -31,6 +31,7 @@ from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
+from splitc.runtime.ranks.container import divide_container
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.threads.failures import Failure, attempt
 
@@ -71,7 +72,7 @@ def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
     meetings = Meetings(world, find_groups(prepared.manifest))
     by_nccl = all(device.kind == "cuda" for device in join.devices)  # each process has one of its own
     collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
-    setup = Setup(world.rank, join.package, prepared.manifest)
+    setup = Setup(world.rank, join.package, prepared.manifest, share=prepared.share)
     worker = RankProcess(setup, prepared.backend, control, collectives, join.cuda_graphs).worker
     worker.run()
     if control.closed:
@@ -83,9 +84,10 @@ def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The parts of a rank, and its host."""
+    """The parts of a rank, its share of its container's memory, and its host."""
 
     manifest: Manifest
+    share: int | None
     backend: Backend
     finding: Finding
 
@@ -106,6 +108,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         check_built_here(package, manifest, [seen])
         threads = join.threads or manifest.threads or own_threads(world, join.devices)
         backend = make_backend_of(manifest, own, device, threads, join.cuda_graphs)
+        share = divide_container(manifest, join.devices, world.here)[rank]  # before any rank is loaded
         if find_groups(manifest):
             load_library()
         gpu = None if device.kind == "cpu" else identify_gpu(seen.index)
@@ -113,7 +116,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
         raise PackageError(f"rank {rank} on {host}: {error}") from error
     library = f"{manifest.engine} {find_kind(manifest.engine).version}"
     needed = manifest.ranks[own].total_bytes
-    return _Prepared(manifest, backend, Finding(host, world.machines[rank], library, gpu, needed))
+    return _Prepared(manifest, share, backend, Finding(host, world.machines[rank], library, gpu, needed))
 
 
 def _check_files(package: Path, manifest: Manifest | None, rank: int) -> None:

@@ -68,6 +68,7 @@ def launch(deployment: Deployment, processes: DeviceProcesses, swap: Mapping[Dev
                     by_nccl=has_gpu_each(devices),
                     spin=SPIN if made.spins else 0.0,
                     swap=swap.get(devices[rank]),
+                    share=deployment.shares[rank],
                 )
                 descriptors = [*(peer.fileno() for peer in peers.values()), *own.values()]
                 made.channels.append(process.host(start, descriptors))

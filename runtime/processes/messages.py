@@ -28,7 +28,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     - `meetings`: the groups whose engines meet. The memory of each comes with it.
     - `by_nccl`: each rank has its own GPU.
     - `spin`: the seconds that a rank polls for work before it sleeps.
-    - `swap`: see Setup.
+    - `swap`, `share`: see Setup.
     """
 
     session: int
@@ -43,6 +43,7 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
     by_nccl: bool
     spin: float
     swap: SwapBuffer | None
+    share: int | None
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):

@@ -162,7 +162,7 @@ def _make(
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
     met = {group: Meeting(len(group), memory) for group, memory in memories}
     collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
-    setup = Setup(start.number, start.package, manifest, start.swap)
+    setup = Setup(start.number, start.package, manifest, start.swap, start.share)
     return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.ranks.loaded import Setup
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Deployment:
 
     - `threads`: the number for each CPU device; 0 lets the ranks choose.
     - `cuda_graphs`: whether requests on GPUs are replayed where possible.
+    - `shares`: what each rank's engines may take of a container's memory: see `divide_container`.
     - `first`: the number in the session of this replica's first rank, if there are several replicas.
     - `all_devices`: the devices of all replicas.
     """
@@ -25,5 +28,10 @@ class Deployment:
     devices: Sequence[Device]
     threads: int
     cuda_graphs: bool
+    shares: Sequence[int | None]
     first: int = 0
     all_devices: Sequence[Device] = ()
+
+    def setup(self, rank: int, swap: SwapBuffer | None) -> Setup:
+        """A rank's setup, with the buffer that it swaps weights in."""
+        return Setup(rank, self.package, self.manifest, swap, self.shares[rank])

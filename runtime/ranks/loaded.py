@@ -27,17 +27,27 @@ ADAPTED, MASKED = "adapted", "masked"
 
 @dataclass(frozen=True)
 class Setup:
-    """A rank of a package, by its number. `swap`: the buffer that models use for weights in turn, or None."""
+    """A rank of a package, by its number.
+
+    - `swap`: the buffer that models use for weights in turn, or None.
+    - `share`: what its engines may take of the container's memory; None if that is not divided.
+    """
 
     number: int
     package: Path
     manifest: Manifest
     swap: SwapBuffer | None = None
+    share: int | None = None
 
     @property
     def rank(self) -> Rank:
         """The rank's entry in the manifest."""
         return self.manifest.ranks[self.number]
+
+    @property
+    def limit(self) -> int | None:
+        """The limit for its engines' weights and values: that of its budget, or its share if that is less."""
+        return min(filter(None, (self.rank.limit_bytes, self.share)), default=None)
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     """
     rank = setup.rank
     backend.attach()
-    backend.limit(rank.limit_bytes)
+    backend.limit(setup.limit)
     if setup.manifest.maps_weights:
         backend.map_weights()
     if setup.swap is not None:

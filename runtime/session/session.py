@@ -33,8 +33,9 @@ from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks.container import divide_container
 from splitc.runtime.ranks.deployment import Deployment
-from splitc.runtime.ranks.loaded import Setup, make_backend_of
+from splitc.runtime.ranks.loaded import make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
@@ -121,10 +122,11 @@ class Session(Requests, Listed):
         own_threads = (threads or 0) if kind == MPI else self.threads
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
         folder = self.package.absolute()  # some engines are loaded later
-        size = len(manifest.ranks)
+        shares = divide_container(manifest, own, () if kind == MPI else range(len(own)), kind == PROCESSES)
+        groups = [slice(first, first + len(manifest.ranks)) for first in range(0, len(own), len(manifest.ranks))]
         made = [
-            make(Deployment(folder, manifest, own[first : first + size], own_threads, cuda_graphs, first, own))
-            for first in range(0, len(own), size)
+            make(Deployment(folder, manifest, own[of], own_threads, cuda_graphs, shares[of], of.start, own))
+            for of in groups
         ]
         if len(made) > 1:
             self._replicas = Replicas(made, manifest, choose_shares(manifest, len(made)))
@@ -374,7 +376,7 @@ def _make_threads(
     manifest, graphs = deployment.manifest, deployment.cuda_graphs
     ranks = list(enumerate(deployment.devices))
     backends = [make_backend_of(manifest, rank, device, deployment.threads, graphs) for rank, device in ranks]
-    setups = [Setup(rank, deployment.package, manifest, swap.get(device)) for rank, device in ranks]
+    setups = [deployment.setup(rank, swap.get(device)) for rank, device in ranks]
     return Workers(setups, backends, broken, replays=graphs and backends[0].asynchronous)
 
 

@@ -101,6 +101,7 @@ def test_without_a_budget_there_is_no_limit(decoder: Path) -> None:
 
 
 def test_containers_bound_engines(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those without a session, which divides what is free."""
     monkeypatch.setattr(arena_limit, "memory_limit", lambda: (1 << 30, 10 << 20))
     with Session(compile_mode(decoder, "one device")) as session:
         session.run(SMALL)
