@@ -17,13 +17,14 @@ from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
 from splitc.runtime.feeds.rows import count_rows, cut_rows, share_rows
-from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.devices import Device, host_memory
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.session.session import Session, choose_shares
-from splitc.runtime.tools.rank_memory import measure_memory
+from splitc.runtime.tools.rank_memory import bytes_to_measure, measure_memory
+from splitc.runtime.units import format_bytes
 
 Load = partial[Session]
 
@@ -72,10 +73,20 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
 
 
 def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of each rank: on GPUs as it is now, after runs; on CPU devices measured in a process for each rank."""
+    """The memory of each rank: on GPUs as it is now, after runs; on CPU devices measured in a process for each rank.
+
+    None, with a warning, if these processes would need more than is free beside the session.
+    """
     for note in session.notes:
         print_warning(note)
-    measured = session.device_memory() or _measure_groups(session, feeds)
+    measured = session.device_memory()
+    if not measured and (needed := bytes_to_measure(session.manifest)) > (free := host_memory()[1]):
+        print_warning(
+            f"memory is not measured: that needs {format_bytes(needed)} beside the session, and {format_bytes(free)} "
+            "is free"
+        )
+        return []
+    measured = measured or _measure_groups(session, feeds)
     names = [str(device) for device in session.devices]
     return [msgspec.structs.replace(memory, device=name) for memory, name in zip(measured, names, strict=True)]
 

@@ -53,8 +53,7 @@ def measure_memory(
     """
     manifest = read_manifest(package)
     values = rank_feeds(package, manifest, feeds, keeps_masks=adapters is not None)
-    steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
-    if any(isinstance(step, Receive) and step.source > number for number, step in steps):
+    if _run_first(manifest):
         values.update(_run_together(package, manifest, threads, values))
     memory: dict[int, RankMemory] = {}
     shards = None if adapters is None else [shards_of(adapters.arrays, rank) for rank in manifest.ranks]
@@ -64,6 +63,19 @@ def measure_memory(
                 group = _group(rank) or [number]
                 memory.update(_measure_group(package, manifest.ranks, group, threads, values, shards, Path(folder)))
     return [memory[number] for number in range(len(manifest.ranks))]
+
+
+def bytes_to_measure(manifest: Manifest) -> int:
+    """The predicted bytes of those ranks that `measure_memory` runs at the same time."""
+    ranks = manifest.ranks
+    groups = [range(len(ranks))] if _run_first(manifest) else [_group(rank) or [n] for n, rank in enumerate(ranks)]
+    return max(sum(ranks[number].total_bytes for number in group) for group in groups)
+
+
+def _run_first(manifest: Manifest) -> bool:
+    """Whether all ranks run once together first, since some receive values from later ones."""
+    steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
+    return any(isinstance(step, Receive) and step.source > number for number, step in steps)
 
 
 def _group(rank: Rank) -> list[int]:
