@@ -64,8 +64,8 @@ def compile_model(
 ) -> m.Manifest:
     """Write the package of `plan` to the folder `package`, whole or not at all. Returns its manifest.
 
-    - `weights`: `copy`, or `link` for hard links to the model's own data files. A linked package changes if these files
-      are written in place.
+    - `weights`: `copy`, or `link` for hard links to the model's own data files. A linked package is refused when
+      these files were written in place.
     - `threads`: recorded as the number for each CPU device.
     - `force`: replace a package that is there.
     - `verify`: whether the model must run on the planned sizes, and whether a package that computes otherwise than the

@@ -88,7 +88,8 @@ class PackageWriter:
         if not try_link(source, target):
             self.copy(source, target)
             return False
-        self._files[target] = File(self._name(target), target.stat().st_size)
+        status = target.stat()
+        self._files[target] = File(self._name(target), status.st_size, inode=status.st_ino, modified=status.st_mtime_ns)
         return True
 
     def _name(self, path: Path) -> str:

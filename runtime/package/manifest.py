@@ -204,13 +204,15 @@ class File(Struct, frozen=True, omit_defaults=True):
     """A file of the package, with its size and hash, which are verified before it is loaded.
 
     Packages of schema 3 have SHA-256. A hard link to the model's own data has no hash, since reading the data would
-    take as long as copying it.
+    take as long as copying it, but the file's `inode` and the time when it was `modified`, in nanoseconds.
     """
 
     path: str
     bytes: int
     sha256: str | None = None
     blake3: str | None = None
+    inode: int | None = None
+    modified: int | None = None
 
     @property
     def hash(self) -> str | None:

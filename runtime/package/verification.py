@@ -49,14 +49,23 @@ def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> 
         verification.stop()
 
 
-def check_size(package: Path, file: File) -> None:
-    """Raise PackageError if a file of the package is missing, or of another size than its manifest says."""
+def check_unread(package: Path, file: File) -> None:
+    """Raise PackageError if a file of the package is missing, or of another size than its manifest says.
+
+    Also if it is a link to the model's data, which was written in place since. A copy of it has another inode.
+    """
     path = package / file.path
     if not path.is_file():
         raise PackageError(f"{path} is missing: the package is incomplete, compile the model again")
-    size = path.stat().st_size
-    if size != file.bytes:
-        raise PackageError(f"{path} has {size:,} bytes, its manifest says {file.bytes:,}: compile the model again")
+    status = path.stat()
+    if status.st_size != file.bytes:
+        raise PackageError(
+            f"{path} has {status.st_size:,} bytes, its manifest says {file.bytes:,}: compile the model again"
+        )
+    if file.inode == status.st_ino and file.modified != status.st_mtime_ns:
+        raise PackageError(
+            f"{path} is a link to the model's data, which was written to since it was compiled: compile the model again"
+        )
 
 
 class Verification:
@@ -74,7 +83,7 @@ class Verification:
         self._remembers = verify == ONCE
         paths, listed = frozenset(first), list(files) if verify != NEVER else []
         for file in listed:
-            check_size(package, file)
+            check_unread(package, file)
         compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
         self._count = counting("comparing hashes", Bytes(sum(compared)))
         self._first = [file for file in listed if file.path in paths]

@@ -22,7 +22,7 @@ from splitc.runtime.files.written_folder import written_folder
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
-from splitc.runtime.package.verification import check_size
+from splitc.runtime.package.verification import check_unread
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.threads.progress import Bytes, counting
 
@@ -113,7 +113,7 @@ def link_package(package: Path, manifest: Manifest, target: Path) -> None:
     Raises PackageError for a package that is incomplete. Hashes are compared when the package is loaded.
     """
     for file in manifest.files:
-        check_size(package, file)
+        check_unread(package, file)
     add = counting("writing files", Bytes(sum(file.bytes for file in manifest.files)))
     for name, size in ((FILE_NAME, 0), *((file.path, file.bytes) for file in manifest.files)):
         place = target / name

@@ -19,7 +19,7 @@ from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.packaging.manifest_entries import number_type
 from splitc.compiler.packaging.package import least_bytes
 from splitc.compiler.packaging.writer import HashedFile
-from splitc.runtime import MisuseError, Session, SplitcError
+from splitc.runtime import MisuseError, PackageError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.threads.progress import listening
@@ -166,6 +166,19 @@ def test_model_that_was_linked_before_is_copied(decoder: Path, tmp_path: Path) -
     compile_model(plan, tmp_path / "linked", weights="link", verify=False)
     compile_model(plan, tmp_path / "copied", verify=False)
     assert all(file.hash for file in read_manifest(tmp_path / "copied").files)
+
+
+def test_linked_weights_that_are_written_in_place_are_refused(decoder: Path, tmp_path: Path) -> None:
+    """They have no hash. What the package can't know is whether a copy of it has the weights of before."""
+    model = shutil.copytree(decoder.parent, tmp_path / "model") / decoder.name
+    manifest = compile_model(plan_model(model, ["2xcpu"], LAYER), tmp_path / "package", weights="link", verify=False)
+    (linked, *_) = (tmp_path / "package" / file.path for file in manifest.files if file.hash is None)
+    with linked.open("r+b") as data:
+        data.write(b"other")
+    with pytest.raises(PackageError, match="is a link to the model's data, which was written to since"):
+        Session(tmp_path / "package")
+    with Session(shutil.copytree(tmp_path / "package", tmp_path / "copy")) as session:
+        session.run(decoder_feeds())
 
 
 def test_linked_weights_are_not_copied(decoder: Path, tmp_path: Path) -> None:
