@@ -145,7 +145,7 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     if any(adapters):
         out.print(f"the budget includes up to {format_bytes(max(adapters))} for requests with adapters")
     if any(mapped):
-        out.print(f"outside the budget: {format_bytes(sum(mapped))} of embedding tables, read from mapped files")
+        out.print(f"outside the budget: {format_bytes(sum(mapped))} of weights, read from mapped files")
 
 
 def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:

@@ -59,5 +59,5 @@ def test_sums_of_the_plan_and_of_the_package_agree(folder: Path, tmp_path: Path,
 
 def test_terminal_says_what_is_beside_the_table(folder: Path) -> None:
     said = splitc("plan", folder, "-d", "cpu0", "--lora-slots", 4).stdout
-    for beside in ("for the engine itself", "for requests with adapters", "of embedding tables, read from mapped"):
+    for beside in ("for the engine itself", "for requests with adapters", "of weights, read from mapped"):
         assert len(re.findall(beside, said)) == 1
