@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import psutil
 import pytest
 
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.ipc.child_python import last_lines, python_command
 
 
@@ -21,3 +23,9 @@ def test_none_is_left_where_not_all_can_start() -> None:
     with pytest.raises(FileNotFoundError):
         last_lines([python_command("import time", "time.sleep(60)"), ["/nowhere/python"]], ["", ""])
     assert psutil.Process().children() == before
+
+
+def test_program_that_embeds_python_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(MisuseError, match=r"sys\.executable is '', which is no program: set it to Python's path"):
+        python_command("import os", "os.getpid()")
