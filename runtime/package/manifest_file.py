@@ -126,7 +126,7 @@ def same_package(package: Path, manifest: Manifest) -> Iterator[None]:
 def why_no_package(path: Path) -> str:
     """What is at the path instead of a package, in words."""
     what = f"has no {FILE_NAME}, so it is no package" if path.is_dir() else "does not exist"
-    what = "is a file, and packages are folders" if path.is_file() else what
+    what = "is a file, and packages are folders" if path.exists() and not path.is_dir() else what
     if inside := sorted(file.parent.name for file in path.glob(f"*/{FILE_NAME}")):
         return (
             f"{path} {what}, and these in it are: {first_few(inside)}. If they were compiled together, its "

@@ -59,6 +59,8 @@ def test_modules_that_are_not_there(
 def test_no_package_is_no_pipeline(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="missing does not exist; make one"):
         Pipeline(tmp_path / "missing")
+    with pytest.raises(PackageError, match="/dev/null is a file, and packages are folders"):
+        Pipeline("/dev/null")
 
 
 def test_pipeline_of_which_not_all_was_copied(pipeline: Path) -> None:
