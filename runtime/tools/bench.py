@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds.checks import Inputs
+from splitc.runtime.package.manifest import Source
 from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest
@@ -65,7 +66,7 @@ class BenchResult:
     `latency` is from a request's submission to its outputs, shards joined; `rate` is requests per second. `against_one`
     is the rate with several requests in flight divided by the rate with one at a time, as the median of neighbouring
     runs. `seconds` has the latency of each request. `timeline` has the last requests, and `alone` the last one that ran
-    with no other.
+    with no other. `model` is what the package was made from.
     """
 
     latency: Latency
@@ -78,6 +79,7 @@ class BenchResult:
     seconds: list[float]
     timeline: list[dict[int, Execution]]
     alone: dict[int, Execution]
+    model: Source
 
 
 # Requests in a round, for each request in flight. Package and unsplit model take turns by rounds. A choice: with fewer
@@ -136,6 +138,7 @@ def bench(
         latencies,
         [served for stream in streams[-TRACED:] for served in stream.timeline],
         single[-1].timeline[-1],
+        session.manifest.source,
     )
 
 

@@ -10,13 +10,14 @@ import msgspec
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_regular
+from splitc.runtime.package.manifest import Source
 from splitc.runtime.tools.bench import BenchResult, Latency, RankTimes
 from splitc.runtime.units import format_seconds
 
 
 @dataclass(frozen=True)
 class EarlierTimes:
-    """The compared fields of a bench; see BenchResult."""
+    """The compared fields of a bench; see BenchResult. Earlier versions did not keep the model."""
 
     latency: Latency
     rate: float
@@ -24,6 +25,7 @@ class EarlierTimes:
     threads: int
     ranks: list[RankTimes]
     seconds: list[float]
+    model: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class EarlierBench:
         """The differences between the two beyond the package, which make their times less comparable."""
         then = self.time
         differs = []
+        if then.model is not None and then.model.sha256 != now.model.sha256:
+            same = " (another file)" if then.model.name == now.model.name else ""
+            differs.append(f"model: {then.model.name} then, {now.model.name}{same} now")
         if then.in_flight != now.in_flight:
             differs.append(f"requests in flight: {then.in_flight} then, {now.in_flight} now")
         if then.threads != now.threads:
@@ -71,7 +76,7 @@ def read_bench(path: Path) -> EarlierBench:
         return earlier
     except (msgspec.MsgspecError, KeyError, RecursionError) as error:
         raise MisuseError(
-            f"{path} is not what 'splitc bench --json' prints: {error}. Make it with 'splitc bench ... --json > {path}'"
+            f"{path} is not what 'splitc bench --json' prints: {error}. 'splitc bench ... --json > then.json' makes one"
         ) from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.package.manifest import Source
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.reports.bench_verdict import bench_verdict
 from splitc.runtime.reports.latency_chart import latency_section
@@ -25,7 +26,9 @@ def result(
     *busy: float, waiting: float = 0.0, at_work: float = 0.95, rate: float = 10.0, flight: int = 3
 ) -> BenchResult:
     ranks = [RankTimes(f"cpu{n}", took, waiting, 0.0, at_work) for n, took in enumerate(busy)]
-    return BenchResult(Latency(0.1, 0.11, 100), rate, flight, 1.5, 1, ranks, [], SECONDS, [], {})
+    return BenchResult(
+        Latency(0.1, 0.11, 100), rate, flight, 1.5, 1, ranks, [], SECONDS, [], {}, Source("model.onnx", "1")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +83,25 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
         read_bench(then)
 
 
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        (Source("model.onnx", "1"), []),
+        (Source("model.onnx", "2"), ["model: model.onnx then, model.onnx (another file) now"]),
+        (Source("old.onnx", "2"), ["model: old.onnx then, model.onnx now"]),
+        (None, []),
+    ],
+)
+def test_another_model_is_named(then: Source | None, said: list[str]) -> None:
+    now = result(0.1)
+    times = EarlierTimes(now.latency, now.rate, now.in_flight, now.threads, now.ranks, SECONDS, then)
+    assert EarlierBench("then", times).unlike(now) == said
+
+
 def test_another_file_is_no_bench(package: Path, tmp_path: Path) -> None:
     for content in ("{}", "[]", "no", "[" * 200_000, json.dumps({"time": {"rate": 1}})):
         (tmp_path / "other.json").write_text(content)
-        with pytest.raises(MisuseError, match="is not what 'splitc bench --json' prints"):
+        with pytest.raises(MisuseError, match=r"is not what 'splitc bench --json' prints: .* --json > then\.json'"):
             read_bench(tmp_path / "other.json")
     refused = splitc("bench", package, "--before", tmp_path / "nothing.json", code=2)
     assert "nothing.json" in refused.stderr
