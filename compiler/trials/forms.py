@@ -116,14 +116,26 @@ class _Finder:
         for value, axes in pairs:
             shape = self._planned.get(value.name or "") if value is not None else None
             for axis, size in zip(axes or (), shape or (), strict=False):
-                if len(axis) == 1:
-                    sizes.setdefault(axis[0], size)
+                if len(axis) == 1 and axis[0] not in sizes:
+                    sizes.update(_fitted(axis[0], size, sizes))
         return sizes
 
     def _shards(self, axis: Axis) -> bool:
         if axis not in self._is_sharded:
             self._is_sharded[axis] = any(atom in self._roles for atom in ax.atoms(axis))
         return self._is_sharded[axis]
+
+
+def _fitted(whole: Factor, size: int, known: Mapping[Factor, int]) -> dict[Factor, int]:
+    """An axis's planned size, and the size of its largest section with which its sections add up to that.
+
+    Sections may be no axis of any value, as of tokens of which a model reads the last ones.
+    """
+    own = [section[0] for section in whole.sections if len(section) == 1 and section[0].is_atom]
+    largest = max((atom for atom in own if atom not in known), key=lambda atom: atom.size, default=None)
+    if largest is None:
+        return {whole: size}
+    return {whole: size, largest: max(1, size - whole.size + largest.size)}
 
 
 def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:

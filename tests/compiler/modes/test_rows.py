@@ -383,3 +383,24 @@ def test_windows_of_which_there_is_one(window: int, tmp_path: Path) -> None:
     turned = b.op("Transpose", windows, perm=[1, 0, 2, 3])
     b.give(layer(b, b.op("Reshape", turned, b.ints(-1, window, WIDTH)), "up"), shape=["rows", window, WIDTH])
     refuse_rows(b, tmp_path, "the rows of a batch can't be divided")
+
+
+def test_attention_of_tokens_that_are_joined(tmp_path: Path) -> None:
+    """No value has the planned number of the first ones alone. Its kernel takes as many as the mask has columns."""
+    b = Block()
+    first, last = (
+        b.data("first", (2, 5, WIDTH), ["batch", "tokens", WIDTH]),
+        b.data("last", (2, 4, WIDTH), ["batch", 4, WIDTH]),
+    )
+    tokens = b.op("Concat", layer(b, first, "up"), last, axis=1)
+    query, key, value = (b.op("MatMul", tokens, b.w(name, WIDTH, width)) for name, width in zip("qkv", (WIDTH, 8, 8)))
+    pasts = [b.data(name, (2, 1, 0, 8), ["batch", 1, "past", 8]) for name in ("past_key", "past_value")]
+    total = b.op("Cast", b.shape(tokens, 1), to=ir.DataType.INT32)
+    lasts = b.op("Expand", b.op("Sub", total, b.constant([1], np.int32)), b.shape(tokens, 0))
+    bias = b.data("bias", (1, 1, 9, 9), [1, 1, "new", "all"])
+    inputs = [query, key, value, *pasts, lasts, total, None, None, None, bias]
+    heads, *presents = b.ops("com.microsoft.GroupQueryAttention", *inputs, outputs=3, num_heads=4, kv_num_heads=1)
+    b.give(heads, "y", ["batch", "joined", WIDTH])
+    for name, present in zip(("present_key", "present_value"), presents, strict=True):
+        b.give(present, name, ["batch", 1, "total", 8])
+    check_rows(b, tmp_path, {"first", "last", "y", "past_key", "past_value", "present_key", "present_value"})
