@@ -16,6 +16,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.node_key import node_key, tensor_key
+from splitc.compiler.frontend.protos import contents_of
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.kind import release
@@ -46,7 +47,8 @@ def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
     the whole model is loaded, so that the message is the one that the user would see.
     """
     _check_crashes(graph)
-    if not _holds_its_data(file) or _refuses(_without(graph, file).SerializeToString()):
+    whole = not _holds_its_data(file) or _has_narrow_sequences(file)
+    if whole or _refuses(_without(graph, file).SerializeToString()):
         check_whole(graph.path, graph.trusts_data)
 
 
@@ -87,6 +89,12 @@ def _holds_its_data(file: onnx.ModelProto) -> bool:
     """Whether each initializer in the file has as many bytes as its shape needs."""
     inside = (tensor for tensor in file.graph.initializer if tensor.raw_data)
     return all(len(tensor.raw_data) == ir.serde.deserialize_tensor(tensor).nbytes for tensor in inside)
+
+
+def _has_narrow_sequences(file: onnx.ModelProto) -> bool:
+    """Whether a model of bfloat16 has ONNX sequences, which do not take it. The nodes that replaced them do."""
+    is_narrow = any(tensor.data_type == onnx.TensorProto.BFLOAT16 for tensor in file.graph.initializer)
+    return is_narrow and any("Sequence" in node.op_type for node in contents_of(file).nodes)
 
 
 def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:

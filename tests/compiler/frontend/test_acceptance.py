@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
@@ -51,6 +54,20 @@ def test_one_odd_node_among_many_is_found(tmp_path: Path, asked: list[Path | byt
     with pytest.raises(ModelError, match=r"ONNX Runtime can't load .*12.onnx: .*unheard_of"):
         analyze(path, AskedShapes(), 1)
     assert asked[-1] == path
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(ir.DataType.FLOAT16, False), (ir.DataType.BFLOAT16, True)])
+def test_sequences_of_bfloat16_are_refused(dtype: ir.DataType, refused: bool, tmp_path: Path) -> None:
+    """They are replaced before the check, by nodes that ONNX Runtime takes."""
+    b = Block(opset=18)
+    weight = b.weight("w", ir.tensor(b.random("w", 8, 8).astype(dtype.numpy()), dtype))
+    rows = b.op("MatMul", b.op("Cast", b.data("x", (2, 8), ["n", 8]), to=dtype), weight)
+    halves = b.op("SplitToSequence", rows, b.constant([4, 4], np.int64), axis=-1)
+    first, last = (b.op("SequenceAt", halves, b.constant(number, np.int64)) for number in (0, 1))
+    b.give(b.op("Cast", b.op("Mul", first, last), to=ir.DataType.FLOAT), shape=["n", 4])
+    save(b.model(), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=r"ONNX Runtime can't load .*SplitToSequence") if refused else nullcontext():
+        analyze(tmp_path / "model.onnx", AskedShapes(), 1)
 
 
 @pytest.mark.parametrize("given", [True, False])
