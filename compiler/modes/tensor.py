@@ -41,9 +41,9 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# If all that is sharded takes no collectives, and is less than this share of the blocks' weight bytes, all islands are
-# sharded, whatever their time: to shard only a head, a detector's last convolutions, or the vocabulary of a model whose
-# products are quantized, is no tensor mode. A choice.
+# If less than this share of the blocks' weight bytes is sharded, all islands are, whatever their time: to shard only a
+# head, a detector's last convolutions, or the vocabulary of a model whose products are quantized, is no tensor mode. A
+# choice.
 LEAST_SHARE = 0.25
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
@@ -89,8 +89,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         if small.islands == fast.islands or (isinstance(error, CannotSplitError) and request.fallback is not None):
             raise
         return make(small)
-    of_blocks = [weight for weight in plan.weights if weight.in_block]
-    if fast.choice.sums.count or sharded_share(of_blocks or plan.weights) >= LEAST_SHARE:
+    if _block_share(plan) >= LEAST_SHARE:
         return plan
     return _with_islands(plan, make, small_axes(analysis, count))
 
@@ -99,8 +98,14 @@ def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorA
     """The plan with all islands, if that fits and shards more; else the given plan."""
     with suppress(CannotSplitError, DoesNotFitError):
         other = make(small)
-        return other if sharded_share(other.weights) > sharded_share(plan.weights) else plan
+        return other if _block_share(other) > _block_share(plan) else plan
     return plan
+
+
+def _block_share(plan: Plan) -> float:
+    """The share of the blocks' weight bytes that is sharded, or of all weights in a model without blocks."""
+    of_blocks = [weight for weight in plan.weights if weight.in_block]
+    return sharded_share(of_blocks or plan.weights)
 
 
 def _rates(resources: Resources, count: int) -> Rates:

@@ -141,13 +141,17 @@ def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def two_products(tmp_path: Path) -> Path:
+    return write_products(tmp_path, 2048)
+
+
+def write_products(folder: Path, inner_size: int) -> Path:
     """Two products that are sharded anyway, and one that only an island shards."""
     b = Block()
     x = softmax(b, b.data("x", (ROWS, 256), ["n", 256]))
-    inner = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 256, 64))), b.w("B", 64, 256))
+    inner = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 256, inner_size))), b.w("B", inner_size, 256))
     b.give(softmax(b, b.op("MatMul", softmax(b, inner), b.w("C", 256, 8192))), shape=["n", 8192])
-    save(b.model(), tmp_path / "model.onnx")
-    return tmp_path / "model.onnx"
+    save(b.model(), folder / "model.onnx")
+    return folder / "model.onnx"
 
 
 def split_weights(model: Path, link: str, memory: str) -> set[str]:
@@ -166,6 +170,11 @@ def test_slow_island_is_worth_it_where_nothing_else_fits(two_products: Path) -> 
     assert split_weights(two_products, "25GB/s,1s", "10MiB") == {"A", "B", "C"}
     with pytest.raises(DoesNotFitError):
         split_weights(two_products, "25GB/s,1s", "4MiB")
+
+
+def test_sum_of_small_products_is_not_enough(tmp_path: Path) -> None:
+    """Without the island, a hundredth of the weights is sharded."""
+    assert split_weights(write_products(tmp_path, 64), "25GB/s,1s", "1GiB") == {"A", "B", "C"}
 
 
 def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
