@@ -35,3 +35,19 @@ class Deployment:
     def setup(self, rank: int, swap: SwapBuffer | None) -> Setup:
         """A rank's setup, with the buffer that it swaps weights in."""
         return Setup(rank, self.package, self.manifest, swap, self.shares[rank])
+
+
+def deployments(
+    package: Path,
+    manifest: Manifest,
+    devices: Sequence[Device],
+    threads: int,
+    cuda_graphs: bool,
+    shares: Sequence[int | None],
+) -> list[Deployment]:
+    """Those of all replicas, whose `devices` and `shares` follow one another. For the rest see Deployment."""
+    count = len(manifest.ranks)
+    groups = [slice(first, first + count) for first in range(0, len(devices), count)]
+    return [
+        Deployment(package, manifest, devices[of], threads, cuda_graphs, shares[of], of.start, devices) for of in groups
+    ]

@@ -34,7 +34,7 @@ from splitc.runtime.package.verification import NEVER, ONCE, Verification, check
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.container import divide_container
-from splitc.runtime.ranks.deployment import Deployment
+from splitc.runtime.ranks.deployment import Deployment, deployments
 from splitc.runtime.ranks.loaded import make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
@@ -123,11 +123,7 @@ class Session(Requests, Listed):
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
         folder = self.package.absolute()  # some engines are loaded later
         shares = divide_container(manifest, own, () if kind == MPI else range(len(own)), kind == PROCESSES)
-        groups = [slice(first, first + len(manifest.ranks)) for first in range(0, len(own), len(manifest.ranks))]
-        made = [
-            make(Deployment(folder, manifest, own[of], own_threads, cuda_graphs, shares[of], of.start, own))
-            for of in groups
-        ]
+        made = [make(one) for one in deployments(folder, manifest, own, own_threads, cuda_graphs, shares)]
         if len(made) > 1:
             self._replicas = Replicas(made, manifest, choose_shares(manifest, len(made)))
         self._workers: Workers | RemoteRanks | Replicas = self._replicas or made[0]
