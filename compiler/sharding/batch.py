@@ -50,7 +50,8 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     }
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
-            return BatchAxes((atom,), number_of)
+            rows = BatchAxes((atom,), number_of)
+            return rows if _has_all(graph, axis_map, rows) else None
     groups: dict[str, list[Factor]] = {}
     for atom in places:
         for symbol in _symbols(graph, places[atom]):
@@ -58,8 +59,24 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     for atoms in groups.values():
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
         if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
-            return BatchAxes(tuple(atoms), number_of)
+            rows = BatchAxes(tuple(atoms), number_of)
+            return rows if _has_all(graph, axis_map, rows) else None
     return None
+
+
+def _has_all(graph: Graph, axis_map: AxisMap, rows: BatchAxes) -> bool:
+    """Whether each input that is read has these rows, if an axis of it has their symbol.
+
+    Otherwise it would be whole beside divided ones: it has as many rows, but no node was seen to relate them.
+    """
+    symbols = _symbols(graph, rows.axes)
+    others = [value for value in graph.graph.inputs if value.name not in rows.axes and axis_map.axes.get(value)]
+    return not any(
+        isinstance(size, ir.SymbolicDim) and size.value in symbols
+        for value in others
+        if value.uses()
+        for size in value.shape or ()
+    )
 
 
 def _outputs(graph: Graph) -> list[str]:

@@ -191,6 +191,21 @@ def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], n
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
+def test_inputs_of_the_same_rows_are_divided_together_or_not_at_all(write_model: Callable[[str], Path]) -> None:
+    """No node relates the lengths in the mask with the rows of x. A whole mask beside divided rows failed at best."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        lengths (float[B,4] x, int64[B,4] mask) => (float[B,4] y)
+        <int64 zero = {0}, int64 one = {1}, int64[1] second = {1}>
+        { size = Shape <end = 1> (x)  rows = Squeeze (size)  numbers = Range (zero, rows, one)
+          count = ReduceSum <keepdims = 0> (mask, second)  place = Sub (count, one)
+          a = Unsqueeze (numbers, second)  b = Unsqueeze (place, second)  index = Concat <axis = -1> (a, b)
+          sum = ReduceSum <keepdims = 0> (x, second)  y = ScatterND (x, index, sum) }"""
+    )
+    with pytest.raises(CannotSplitError, match="the rows along axis 0 of 'x' are not independent"):
+        plan_model(model, ["2xcpu"], BATCH)
+
+
 def test_mask_is_as_long_as_an_empty_cache_and_new_tokens(write_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Each row picks its mask from that of all rows. Shorter masks would make it pick from the next row's."""
     model = write_model(
