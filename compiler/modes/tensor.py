@@ -95,10 +95,15 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
 
 
 def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
-    """The plan with all islands, if that fits and shards more; else the given plan."""
+    """The plan with all islands, if that fits and shards more; else the given plan.
+
+    In place of a plan with collectives it must come to LEAST_SHARE: beside large weights that can't be sharded, as of a
+    recurrent network, islands of small ones are not worth more collectives.
+    """
     with suppress(CannotSplitError, DoesNotFitError):
         other = make(small)
-        return other if _block_share(other) > _block_share(plan) else plan
+        share, least = _block_share(other), LEAST_SHARE if plan.split.collectives else 0.0
+        return other if share > _block_share(plan) and share >= least else plan
     return plan
 
 

@@ -40,8 +40,10 @@ def quantized(b: Block, v: ir.Value) -> ir.Value:
 
 
 GRAPHS: dict[str, Tiny] = {
-    **{kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES},
-    "com.microsoft.DynamicQuantizeLSTM": sandwich(through("Relu"), needs=quantized),
+    **{kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in ("GRU", "LSTM")},
+    # Their own weights are small, so that the products beside them count, and are sharded by joining the inner axis.
+    "RNN": sandwich(through("Relu"), needs=recurrent("RNN"), split="CD", whole="WR", sums=None),
+    "com.microsoft.DynamicQuantizeLSTM": sandwich(through("Relu"), needs=quantized, split="CD", whole="WR", sums=None),
 }
 
 
