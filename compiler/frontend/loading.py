@@ -102,9 +102,8 @@ def _list_once(graph: onnx.GraphProto) -> None:
     ONNX Runtime and its checker take such models.
     """
     names = [value.name for value in graph.output]
-    first = {name: place for place, name in reversed([*enumerate(names)])}
     for place in reversed(range(len(names))):
-        if first[names[place]] != place:
+        if names[place] in names[:place]:
             del graph.output[place]
 
 

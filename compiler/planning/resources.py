@@ -78,7 +78,7 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
             named = f"of {name}" if name else "of all devices: name a device, as in --memory cpu1=2GiB"
             raise MisuseError(f"--memory gives two budgets {named}")
         given[name] = parse_bytes(amount)
-    asked = {**(dict.fromkeys(names, given[""]) if "" in given else {}), **given}
+    asked = {name: given[key] for name in names for key in ("", name) if key in given}
     open_names = set(names) - asked.keys()
     free = _free_beyond(devices, headroom) if open_names else {}
     budgets = [asked.get(name, free.get(name)) for name in names]

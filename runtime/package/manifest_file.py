@@ -99,16 +99,6 @@ def read_manifest(package: Path) -> Manifest:
     return manifest
 
 
-def check_same(package: Path, manifest: Manifest) -> None:
-    """Raise PackageError unless a folder still has the package that this manifest was read from."""
-    try:
-        same = read_seal(package) == manifest.sha256
-    except PackageError:
-        same = False
-    if not same:
-        raise PackageError(f"{package} was replaced or removed since this session began to load it: open it again")
-
-
 @contextlib.contextmanager
 def same_package(package: Path, manifest: Manifest) -> Iterator[None]:
     """Raise PackageError if a package is replaced within the block, which may fail for that reason.
@@ -118,9 +108,19 @@ def same_package(package: Path, manifest: Manifest) -> Iterator[None]:
     try:
         yield
     except Exception:
-        check_same(package, manifest)  # its error says more, and has this one as its context
+        _check_same(package, manifest)  # its error says more, and has this one as its context
         raise
-    check_same(package, manifest)
+    _check_same(package, manifest)
+
+
+def _check_same(package: Path, manifest: Manifest) -> None:
+    """Raise PackageError unless a folder still has the package that this manifest was read from."""
+    try:
+        same = read_seal(package) == manifest.sha256
+    except PackageError:
+        same = False
+    if not same:
+        raise PackageError(f"{package} was replaced or removed since this session began to load it: open it again")
 
 
 def why_no_package(path: Path) -> str:

@@ -102,7 +102,7 @@ def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMe
 def make_backend_of(manifest: Manifest, number: int, device: Device, threads: int, cuda_graphs: bool) -> Backend:
     """The backend of a rank, by its number. Raises PackageError if the GPU or a library is missing."""
     rank = manifest.ranks[number]
-    replays = cuda_graphs and not any(why_not_replayed(rank, file) for file in rank.engines)
+    replays = not any(why_not_replayed(rank, file) for file in rank.engines)
     return make_backend(manifest.engine, device, threads, manifest.build, cuda_graphs, replays=replays)
 
 

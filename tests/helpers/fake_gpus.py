@@ -155,7 +155,7 @@ def _fail_in(engine: HostEngine, number: int) -> None:
 
 def make_backend(engine: str, device: Device, threads: int, build: object, graphs: bool, *, replays: bool) -> object:
     """Replaces `splitc.runtime.engines.kinds.make_backend`."""
-    return FakeBackend(device, replays) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
+    return FakeBackend(device, graphs and replays) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
 
 def install_cupy(replace: Callable[[str, object], None]) -> None:
