@@ -127,7 +127,7 @@ class Backend(ABC):
     notes: list[str]
 
     def attach(self) -> None:
-        """To be called first by the thread that uses the backend."""
+        """To be called by the thread that uses the backend: first, and again after code of the caller's ran on it."""
 
     def detach(self) -> None:
         """To be called last by the thread that uses the backend."""

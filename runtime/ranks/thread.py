@@ -99,6 +99,7 @@ class Worker(threading.Thread):
     def _serve_next(self) -> bool:
         """Run the next request, and keep no reference to it. Returns False at the end."""
         request = self._next_request()
+        self.backend.attach()  # a callback of the request before may have made another GPU or stream current here
         if isinstance(request, InFlightRequest):
             if request.cancellation.begin():
                 self.backend.begin_request()

@@ -31,7 +31,8 @@ from tests.helpers.meetings import meet
 def backend_of(told: Callable[[str], None] = lambda what: None) -> Any:
     """A backend of a GPU that does nothing. It tells when requests begin and end."""
     begins = {"begin_request": partial(told, "begin"), "end_request": partial(told, "end")}
-    return SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None, **begins)
+    nothing = dict.fromkeys(("attach", "detach"), lambda: None)
+    return SimpleNamespace(asynchronous=True, notes=[], **nothing, **begins)
 
 
 @pytest.mark.usefixtures("gpus")

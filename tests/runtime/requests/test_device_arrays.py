@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -177,3 +178,24 @@ def test_sequences_take_feeds_on_gpus_and_what_does_not_fit_is_refused(decoder: 
         with pytest.raises(MisuseError, match="micro-batches are joined on the host"):
             session.run(feeds, micro_batch=1, on_device=True)
         assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_callbacks_may_use_gpus(decoder: Path) -> None:
+    """They run on the rank's thread, which works on its own GPU and stream afterwards."""
+    threads = set()
+
+    def use_another(_: object) -> None:
+        threads.add(threading.current_thread())
+        fake_cupy.Device(1).use()
+        fake_cupy.Stream().use()
+
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session, own_stream():
+        for number in range(4 * RUNS):
+            feeds = changed(decoder_feeds(batch=1 + number // (2 * RUNS)), number)
+            answer = session.submit({name: late(array) for name, array in feeds.items()})
+            answer.add_done_callback(use_another)
+            assert_close(answer.result(), run_whole(decoder, feeds))
+        _, served = session.run_timed({name: late(array) for name, array in feeds.items()})
+        assert [type(span.step) for spans in served.values() for span in spans.spans] == [Replay]
+        assert session.notes == []
+    assert threads - {threading.current_thread()}
