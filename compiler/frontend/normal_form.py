@@ -18,7 +18,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.repeats import reshape_repeats
-from splitc.compiler.frontend.sequences import replace_sequences
+from splitc.compiler.frontend.sequences import replace_sequences, unwrap_optionals
 from splitc.compiler.frontend.stacked_weights import part_stacks
 from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
@@ -42,6 +42,7 @@ def lift(model: ir.Model) -> None:
         name_apart(model)  # a lifted value may have the name of a value in another branch
     unroll_loops(model)
     replace_cast_like(model)
+    unwrap_optionals(model)
     fold_constants(model.graph)
     part_stacks(model.graph)
     # torch's older exporter writes casts to the type that a value has, and no types of values.

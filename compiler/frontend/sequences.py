@@ -1,12 +1,14 @@
 """Replaces ONNX sequences by their parts, where these are known: sequences can't be sharded, nor their sizes inferred.
 
-torch's newer exporter writes sequences for split, chunk and unbind, if it does not optimize.
+torch's newer exporter writes sequences for split, chunk and unbind, if it does not optimize. Optional values are replaced
+by what they hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -17,6 +19,7 @@ from splitc.compiler.nodes import unused_name
 
 # The first opset whose Split takes its sizes as an input, as SplitToSequence does.
 OPSET = 13
+OF_OPTIONALS = ("OptionalGetElement", "OptionalHasElement")
 # Behind the last value of any sequence.
 END = 1 << 62
 Names = set[str | None]
@@ -50,6 +53,18 @@ def replace_sequences(model: ir.Model) -> None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
             old.replace_all_uses_with(new)
+
+
+def unwrap_optionals(model: ir.Model) -> None:
+    """Replace what reads an optional value by what this holds, in place. ONNX Runtime has no kernels for it on GPUs."""
+    editor = Editor(model.graph)
+    for node in all_nodes(model.graph):
+        wrapped = made_by(node.inputs[0], "Optional") if is_onnx(node, *OF_OPTIONALS) and node.inputs else None
+        if wrapped is None or not wrapped.inputs or node.outputs[0].is_graph_output():
+            continue
+        held = editor.constant(np.array(True)) if node.op_type == "OptionalHasElement" else wrapped.inputs[0]
+        if held is not None:
+            node.outputs[0].replace_all_uses_with(held)
 
 
 def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:

@@ -124,3 +124,29 @@ def test_before_opset_13_sizes_are_no_input(write_model: WriteModel) -> None:
         )
     )
     assert [node.op_type for node in graph.nodes] == ["SplitToSequence", "SequenceAt", "Neg"]
+
+
+@pytest.mark.parametrize(
+    ("made", "operators"),
+    [
+        ("o = Optional (x)  z = OptionalGetElement (o)  r = Neg (z)", ["Neg"]),
+        (
+            "s = SequenceConstruct (x, y)  o = Optional (s)  p = OptionalGetElement (o)"
+            "  z = SequenceAt (p, last)  r = Neg (z)",
+            ["Neg"],
+        ),
+        (
+            """o = Optional (x)  b = OptionalHasElement (o)
+            r = If (b) <then_branch = yes () => (float[2, 4] s) { s = Abs (x) },
+                        else_branch = no () => (float[2, 4] t) { t = Neg (x) }>""",
+            ["If"],
+        ),
+        ("o = Optional (x)  r = OptionalGetElement (o)", ["Optional", "OptionalGetElement"]),
+    ],
+)
+def test_optional_values_are_what_they_hold(write_model: WriteModel, made: str, operators: list[str]) -> None:
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2, 4] x, float[2, 4] y) => (float[2, 4] r) <int64 last = {{-1}}> {{ {made} }}"""
+    )
+    assert [node.op_type for node in read_graph(path).nodes] == operators
