@@ -1,7 +1,7 @@
 """Replaces ONNX sequences by their parts, where these are known: sequences can't be sharded, nor their sizes inferred.
 
-torch's newer exporter writes sequences for split, chunk and unbind, if it does not optimize. Optional values are replaced
-by what they hold.
+torch's newer exporter writes sequences for split, chunk and unbind, if it does not optimize. Optional values are
+replaced by what they hold.
 """
 
 from __future__ import annotations
