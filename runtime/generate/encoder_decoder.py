@@ -106,7 +106,10 @@ class EncoderDecoder:
         if self.encoder is None or not encoded:
             return {}
         manifest = self._sessions[decoder].manifest
-        feeds = {name: encoded[output] for name, output in find_links(manifest, self.encoder).items()}
+        links = find_links(manifest, self.encoder)
+        if missing := [output for output in links.values() if output not in encoded]:
+            raise MisuseError(f"the encoder's output '{missing[0]}' is missing: give generate() what encode() returned")
+        feeds = {name: encoded[output] for name, output in links.items()}
         own = of_role(self.encoder.inputs, "mask")
         fixed = [size for mask in own for size in (mask.shape or ())[1:] if isinstance(size, int)]
         masks = find_masks(manifest, find_wanted(manifest), fixed)

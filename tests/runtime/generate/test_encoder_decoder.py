@@ -179,6 +179,13 @@ def test_texts_at_the_same_time(text: Path, tensor_text: Path) -> None:
     assert found == [made.plain_tokens(text, text_feeds(prompt), [0], 10) for prompt in prompts]
 
 
+def test_what_the_encoder_did_not_return_is_named(tensor_text: Path) -> None:
+    with Pipeline(tensor_text, threads=1) as pipeline:
+        model = EncoderDecoder(pipeline)
+        with pytest.raises(MisuseError, match=r"output 'last_hidden_state' is missing.* what encode\(\) returned"):
+            list(model.generate({"hidden": np.zeros((1, 2, 8), np.float32)}, [0], max_new_tokens=2))
+
+
 def test_padding_is_hidden_from_the_decoder_too(text: Path, tensor_text: Path) -> None:
     feeds = {"input_ids": np.array([[*TEXT, 9, 9]]), "attention_mask": np.array([[1] * len(TEXT) + [0, 0]])}
     with Pipeline(tensor_text, threads=1) as pipeline:
