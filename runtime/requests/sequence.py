@@ -102,7 +102,7 @@ class StateSequence:
             try:
                 self._session.submit_request(request, here=True).result()
             except EngineError as error:
-                raise self._with_its_room(error) from error
+                raise self._with_sizes(error, given) from error
             outputs = self._session.join(request)
             self._growth += any(execution.grew for execution in request.executions.values())
             if request.after is not None:
@@ -141,15 +141,21 @@ class StateSequence:
             adapters=self._adapters,
         )
 
-    def _with_its_room(self, error: EngineError) -> EngineError:
-        """The error of a request. If it names a cache with a capacity, that is added: it may be too small."""
+    def _with_sizes(self, error: EngineError, given: Mapping[str, Array]) -> EngineError:
+        """The error of a request, with its sizes: a mask of too few tokens is an engine's error.
+
+        If it names a cache with a capacity, that is added too: it may be too small.
+        """
+        sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in given.items())
+        before = f", after {max(self._filled.values())} tokens" if self._filled else ""
+        text = f"{error}\nThe request had {sizes}{before}"
         caches = [state.output for state in self._session.manifest.states if state.in_place]
-        if self._capacity is None or not any(name in str(error) for name in caches):
-            return error
-        return EngineError(
-            f"{error}\nThe sequence has room for {self._capacity} tokens. For more, start it with a larger capacity, "
-            "or let it grow()"
-        )
+        if self._capacity is not None and any(name in str(error) for name in caches):
+            text += (
+                f"\nThe sequence has room for {self._capacity} tokens. For more, start it with a larger capacity, "
+                "or let it grow()"
+            )
+        return EngineError(text)
 
     def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:
         """The capacity in tokens of the states that are written in place; none if a request allocates longer ones."""

@@ -73,7 +73,7 @@ def test_sequence_ends_with_its_first_failure(package_of: Path) -> None:
     with Session(package_of, threads=1) as session:
         sequence = session.start()
         sequence.run(feeds)
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match=r"The request had .*attention_mask \[1, 3\]"):
             sequence.run(wrong)
         with pytest.raises(SplitcError, match="states are lost: start another one"):
             sequence.run(feeds)
