@@ -10,12 +10,14 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.row_groups import find_row_groups
 
 Rule = Callable[[Any, ir.Node], None]
+# An end from here on is one of the greatest integers, which no axis reaches.
+GREATEST = (1 << 31) - 1
 # How many nodes above a list of sizes are followed. A choice: exporters write some ten.
 DEEPEST = 32
 # Operators that compute numbers which are not negative from such.
@@ -36,6 +38,36 @@ def _not_beyond(rule: Rule) -> Rule:
             output.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
 
     return infer
+
+
+def _of_places(rule: Rule) -> Rule:
+    """The rule of Slice, corrected: sizes are sliced as by ONNX Runtime, also backwards and beyond their ends."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        sizes, made = context.get_symbolic_value(node.inputs[0]), node.outputs[0]
+        # Starts, ends, and if given axes and steps.
+        bounds = [bound for value in node.inputs[1:] if (bound := constant_numbers(value))]
+        is_list = made.shape is not None and len(made.shape) == 1
+        if sizes is not None and is_list and bounds and len(bounds) == len(node.inputs) - 1:
+            start, end, step = (bound[0] for bound in (*bounds[:2], bounds[3] if len(bounds) > 3 else [1]))
+            picked = [sizes[place] for place in _places(len(sizes), start, end, step)]
+            made.shape, made.const_value = ir.Shape([len(picked)]), None  # in place of the rule's own
+            context.set_symbolic_value(made, picked)
+
+    return infer
+
+
+def _places(length: int, start: int, end: int, step: int) -> range:
+    """The places that a Slice takes of an axis of this length.
+
+    https://onnx.ai/onnx/operators/onnx__Slice.html says how they are clamped. ONNX Runtime takes the greatest integer
+    for an end before the first place, if it goes backwards.
+    """
+    first, last = (place + length if place < 0 else place for place in (start, end))
+    if step > 0:
+        return range(min(max(first, 0), length), min(max(last, 0), length), step)
+    return range(min(max(first, 0), length - 1), -1 if end >= GREATEST else min(max(last, -1), length - 1), step)
 
 
 def _of_both_branches(rule: Rule) -> Rule:
@@ -251,7 +283,7 @@ CORRECTED: dict[tuple[str, str], Callable[[Rule], Rule]] = {
     ("", "Reshape"): _in_numbers,
     ("", "OneHot"): _of_picked_sizes,
     ("", "Where"): _of_compared_sizes,
-    ("", "Slice"): _not_beyond,
+    ("", "Slice"): lambda rule: _of_places(_not_beyond(rule)),
     ("", "If"): _of_both_branches,
     ("", "Split"): _of_given_sizes,
     ("", "Concat"): _of_grouped_rows,

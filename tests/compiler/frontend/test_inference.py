@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import onnx_ir as ir
 import pytest
 import sympy
 from onnx import numpy_helper
-from onnx_shape_inference import _constraints, infer_symbolic_shapes, registry
+from onnx_shape_inference import SYM_DATA_KEY, _constraints, infer_symbolic_shapes, registry
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend import inference
@@ -290,3 +292,26 @@ def test_images_of_fixed_size_have_the_size_that_kernels_give_them(tmp_path: Pat
     feeds = {"x": random.random((1, 2, 10, 10), np.float32)}
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(path, feeds))
+
+
+@pytest.mark.parametrize("step", [1, 2, -1, -2])
+def test_sizes_are_sliced_as_onnx_runtime_does(step: int, write_model: WriteModel) -> None:
+    """Backwards, and beyond the ends too. The library's rule lost the first of sizes that are turned around."""
+    starts, least, greatest = (-5, -3, -1, 0, 1, 2, 5), (-(1 << 63), -(1 << 31)), ((1 << 31) - 1, (1 << 63) - 1)
+    bounds = list(product(starts, (*least, -5, -4, -1, 0, 1, 3, 5, *greatest)))
+    constants = {value: f"c{number}" for number, value in enumerate({*starts, *(end for _, end in bounds)})}
+    given = ", ".join(f"int64[1] {name} = {{{value}}}" for value, name in constants.items())
+    slices = [
+        f"y{number} = Slice (s, {constants[start]}, {constants[end]}, zero, step)"
+        for number, (start, end) in enumerate(bounds)
+    ]
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, m, 6] x) => ({", ".join(f"int64[k{number}] y{number}" for number in range(len(bounds)))})
+        <{given}, int64[1] zero = {{0}}, int64[1] step = {{{step}}}>
+        {{ s = Shape (x)  {"  ".join(slices)} }}"""
+    )
+    facts, sizes = inferred(path), {"n": 5, "m": 7}
+    for name, expected in run_whole(path, {"x": np.zeros((5, 7, 6), np.float32)}).items():
+        known = json.loads(facts[name][3][SYM_DATA_KEY])
+        assert [sizes.get(size, size) for size in known] == expected.tolist(), (name, known)
