@@ -128,7 +128,7 @@ class Probes:
         The first of these that fit:
 
         - Those of `distinct`.
-        - Primes, with the same one for all caches that have symbols of their own.
+        - Primes, with the same one for all caches that have symbols of their own, or for all that are empty.
         - For each symbol a prime, or a multiple of its given size.
         - The given shapes.
 
@@ -161,6 +161,12 @@ class Probes:
     def _caches(self) -> Mapping[str, str]:
         """As `_same`, by each symbol's first axis from 2 on: a mask may have the length of encoder states before."""
         return self._same_axes(lambda axis: axis >= 2, pins=False)
+
+    @cached_property
+    def _empty(self) -> Mapping[str, str]:
+        """The symbols of empty caches, with the first one: that of transposed keys is of another axis than values'."""
+        first, *others = [name for name, size in self._symbols.items() if size == 0] or [""]
+        return dict.fromkeys(others, first)
 
     @cached_property
     def _same_rows(self) -> Mapping[str, str]:
@@ -241,8 +247,9 @@ class Probes:
         probed = self.distinct()
         if probed is not self.bound and self._fits(probed) and self._differs(probed):
             return probed
-        for skipped, least, pair in itertools.product((0, 1, 2), (1, 0), self._pairs):
-            numbers = self._numbers(True, self._caches, least, skipped, pair=pair)
+        kinds = (self._caches, self._empty) if self._empty else (self._caches,)
+        for same, skipped, least, pair in itertools.product(kinds, (0, 1, 2), (1, 0), self._pairs):
+            numbers = self._numbers(True, same, least, skipped, pair=pair)
             if (made := self._bind_different(numbers)) is not None:
                 return self._fixed(made)
         varied = self._one_by_one()

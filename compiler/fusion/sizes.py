@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,7 +61,9 @@ def joined(axes: Iterable[Axis]) -> Axis:
     fixed = [axis.fixed for axis in kept]
     if None not in fixed:
         return fixed_axis(math.prod(number for number in fixed if number is not None))
-    return Axis(product_of(axis.size for axis in kept))
+    symbols = [axis.symbol if axis.fixed is None else axis.fixed for axis in kept]
+    is_named = None not in symbols
+    return Axis(product_of(axis.size for axis in kept), functools.reduce(operator.mul, symbols) if is_named else None)
 
 
 def product_of(sizes: Iterable[Size]) -> Size:

@@ -248,3 +248,20 @@ def test_a_token_after_none_is_told_from_its_row(tmp_path: Path) -> None:
     shapes = probes_of_a_decoder(tmp_path, 1, 1, 0).different().shapes
     assert shapes["mask"][1] == shapes["past"][1] + shapes["x"][1]
     assert len({1, *shapes["x"][:2]}) == 3
+
+
+def test_empty_caches_of_transposed_keys_grow_with_those_of_values(tmp_path: Path) -> None:
+    """The same axis is not enough: the rows of one are along its last axis, those of the other along the third."""
+    b = Block()
+    queries = b.data("q", (1, 3, 7, 4), ["batch", 3, "new", 4])
+    keys = b.data("k", (1, 3, 4, 0), ["batch", 3, 4, "key_rows"])
+    values = b.data("v", (1, 3, 0, 4), ["batch", 3, "value_rows", 4])
+    b.give(b.op("MatMul", b.op("MatMul", queries, keys), values))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).different().shapes
+    assert shapes["k"][3] == shapes["v"][2] > 0
+    batch, _, new, _ = shapes["q"]
+    assert len({batch, new, shapes["v"][2]}) == 3 and batch != 1 and new != 7

@@ -149,6 +149,20 @@ def test_made_up_positions_are_in_a_table_that_the_model_computes(
     check(written(whole(False, SLICED), "picked"), tmp_path, 2e-6)
 
 
+def test_batch_of_one_row_is_not_fixed_where_no_other_sizes_can_be_tried(tmp_path: Path) -> None:
+    """As where another input takes a single size. Batch and length are one axis, which is as long as the length."""
+    body = f"{whole(False, SLICED)}  square = Constant <value_ints = [2, 2]> ()  z = Reshape (other, square)"
+    text = onnx.printer.to_text(written(body)).replace("positions)", "positions, float[count] other)", 1)
+    model = onnx.parser.parse_model(text.replace("8] y)", "8] y, float[2, 2] z)", 1))
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"data": (1, HEADS, LENGTH, SIZE), "positions": (1, LENGTH), "other": (4,)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [outcome.operator for outcome in made.outcomes] == ["RotaryEmbedding"]
+    inputs = {**feeds(), "other": np.zeros(4, np.float32)}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
 def test_packed_rows_are_a_batch_of_one(tmp_path: Path, heads_first: bool) -> None:
     """As for patches of images of several sizes: [patches, heads, size]."""
