@@ -47,8 +47,8 @@ def replace_sequences(model: ir.Model) -> None:
         assert sequence is not None  # both operators need it
         if sequence not in parts:
             parts[sequence] = _parts_of(sequence, editor, shapes, names)
-        make = _selected if node.op_type == "SequenceAt" else _joined
-        new = make(node, parts[sequence], names)
+        listed = parts[sequence]
+        new = _selected(node, listed, names) if node.op_type == "SequenceAt" else _joined(node, listed, editor, names)
         if new is not None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
@@ -119,11 +119,22 @@ def _selected(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Valu
     return parts[number] if -len(parts) <= number < len(parts) else None
 
 
-def _joined(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
-    """A Concat of the known parts in place of a ConcatFromSequence; None if that stacks them along a new axis."""
-    if not parts or node.attributes.get_int("new_axis", 0) == 1:
+def _joined(node: ir.Node, parts: Sequence[ir.Value], editor: Editor, names: Names) -> ir.Value | None:
+    """A Concat of the known parts in place of a ConcatFromSequence, which may stack them along a new axis."""
+    if not parts:
         return None
+    if node.attributes.get_int("new_axis", 0) == 1:
+        parts = [_thin(part, node, editor, names) for part in parts]
     return _after(node, "Concat", parts, 1, names)[0]
+
+
+def _thin(part: ir.Value, node: ir.Node, editor: Editor, names: Names) -> ir.Value:
+    """A part with one more axis, of one element: that along which a ConcatFromSequence stacks."""
+    axes, attributes = editor.lists("Unsqueeze", axes=[node.attributes.get_int("axis", 0)])
+    made = editor.before(node, "Unsqueeze", part, *axes, dtype=part.dtype, **attributes)
+    made.name = unused_name(part.name, names)
+    names.add(made.name)
+    return made
 
 
 def _after(

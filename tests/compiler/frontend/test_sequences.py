@@ -46,6 +46,21 @@ def test_equal_parts_are_cut(tmp_path: Path, is_unbound: bool) -> None:
         assert sharded(plan).sums.count == 1
 
 
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("opset", [11, 17])
+def test_stacked_parts_are_cut(tmp_path: Path, axis: int, opset: int) -> None:
+    """Outputs of layers, or of steps, that a scripted module lists."""
+    b = Block(opset=opset)
+    product = b.op("Relu", b.op("MatMul", softmax(b, b.data("x", (5, 16))), b.w("A", 16, 96)))
+    parts = b.op("SequenceConstruct", product, b.op("Sigmoid", product), product)
+    stacked = b.op("ConcatFromSequence", parts, axis=axis, new_axis=1)
+    mixed = b.op("MatMul", stacked, b.w("C", 3, 1)) if axis else b.op("ReduceMean", stacked, axes=[0], keepdims=0)
+    last = b.op("Reshape", mixed, b.ints(5, 96))
+    b.give(softmax(b, b.op("MatMul", last, b.w("B", 96, 16))), shape=[5, 16])
+    for plan in check_split(b, tmp_path, ["A", "B"]):
+        assert sharded(plan).sums.count == 1
+
+
 @pytest.mark.parametrize(
     ("made", "operators"),
     [
@@ -53,7 +68,7 @@ def test_equal_parts_are_cut(tmp_path: Path, is_unbound: bool) -> None:
         ("s = SequenceConstruct (x, y)  z = ConcatFromSequence <axis = 1> (s)  r = Neg (z)", ["Concat", "Neg"]),
         (
             "s = SequenceConstruct (x, y)  z = ConcatFromSequence <axis = 1, new_axis = 1> (s)  r = Neg (z)",
-            ["SequenceConstruct", "ConcatFromSequence", "Neg"],
+            ["Unsqueeze", "Unsqueeze", "Concat", "Neg"],
         ),
         (
             "e = SequenceEmpty ()  a = SequenceInsert (e, x)  s = SequenceInsert (a, y)"
