@@ -18,7 +18,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, source_through
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.reads import all_nodes, subgraphs
+from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
 from splitc.compiler.nodes import unused_name
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
@@ -112,8 +112,8 @@ class _Unrolling:
 
     def unroll(self, loop: _Repeated) -> list[ir.Node]:
         """Put copies of a loop's body in its place. Returns the loops in them."""
-        node, states, inner = loop.node, len(loop.carried), list[ir.Node]()
-        lead = int(node.op_type == "Loop")
+        node, states, lead = loop.node, len(loop.carried), int(loop.node.op_type == "Loop")
+        inner = [one for one in self._moved_out(loop) if is_onnx(one, *LOOPS)]
         carried = list(loop.carried)
         scanned: list[list[ir.Value]] = [[] for _ in loop.body.outputs[lead + states :]]
         for number in range(loop.count):
@@ -129,6 +129,19 @@ class _Unrolling:
             self._put(old, new, loop)
         self.editor.graph.remove(node, safe=True)
         return inner
+
+    def _moved_out(self, loop: _Repeated) -> list[ir.Node]:
+        """Put before the loop what each iteration computes alike, as a cell's weights in an LSTM's layout."""
+        given, moved = set(loop.body.outputs), list[ir.Node]()
+        for node in list(loop.body):
+            reads = any(value.graph is loop.body for value in node_reads(node))
+            if not reads and not is_random(node) and given.isdisjoint(node.outputs):
+                loop.body.remove(node)
+                self.editor.graph.insert_before(loop.node, node)
+                for one in (node, *_inside(node)):
+                    self._name(one, one.name or "")
+                moved.append(node)
+        return moved
 
     def _numbers(self, loop: _Repeated, number: int) -> list[ir.Value]:
         """What a Loop tells its body: the iteration's number, and that it goes on. Both may have an axis."""

@@ -145,3 +145,32 @@ def test_loops_in_loops_and_values_that_stay_the_same(write_model: WriteModel, t
             made = session.run(feeds)
             for name, expected in run_whole(model, feeds).items():
                 np.testing.assert_array_equal(made[name], expected)
+
+
+def test_what_each_iteration_computes_alike_is_there_once(write_model: WriteModel, tmp_path: Path) -> None:
+    """A scripted cell brings its weights into an operator's layout in each step: each copy had weights of its own."""
+    text = LAYERS.format(goes_on=ON, loop="count, yes")
+    for old, new in (
+        ("up = Gather (w, i)", "up = Transpose (wide)"),
+        ("down = Gather (v, i)", "down = Transpose (up)"),
+    ):
+        text = text.replace(old, new)
+    model = write_model(
+        text.replace(
+            "float half = {0.5},\n    float[4, 16, 32] w, float[4, 32, 16] v", "float half = {0.5}, float[32, 16] wide"
+        )
+    )
+    made, random = onnx.load(model), np.random.default_rng(0)
+    made.graph.initializer.append(
+        onnx.numpy_helper.from_array(random.standard_normal((32, 16), np.float32) / 4, "wide")
+    )
+    onnx.save(made, model)
+    graph = read_graph(model)
+    products = [node for node in graph.nodes if node.op_type == "MatMul"]
+    assert len(products) == 8 and len({node.inputs[1] for node in products}) == 2
+    feeds = {"x": random.standard_normal((3, 16), np.float32)}
+    plan = plan_model(model, "2xcpu", Request(split_mode="tensor", spread=True))
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for name, expected in run_whole(model, feeds).items():
+            np.testing.assert_allclose(session.run(feeds)[name], expected, 1e-5, 1e-6)
