@@ -19,6 +19,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, source_through
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
+from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.nodes import unused_name
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
@@ -113,6 +114,7 @@ class _Unrolling:
     def unroll(self, loop: _Repeated) -> list[ir.Node]:
         """Put copies of a loop's body in its place. Returns the loops in them."""
         node, states, lead = loop.node, len(loop.carried), int(loop.node.op_type == "Loop")
+        _hand_on(loop.body)
         inner = [one for one in self._moved_out(loop) if is_onnx(one, *LOOPS)]
         carried = list(loop.carried)
         scanned: list[list[ir.Value]] = [[] for _ in loop.body.outputs[lead + states :]]
@@ -127,6 +129,7 @@ class _Unrolling:
         joined = [self._before(loop, "Concat", *parts, axis=0) for parts in scanned]
         for old, new in zip(node.outputs, [*carried, *joined], strict=True):
             self._put(old, new, loop)
+        disconnect_subgraphs(node)  # which would still read weights
         self.editor.graph.remove(node, safe=True)
         return inner
 
@@ -187,6 +190,20 @@ class _Unrolling:
             new = self.editor.before(loop.node, "Identity", new)
             new.name, new.type, new.shape = name, old.type, old.shape
         old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def _hand_on(body: ir.Graph) -> None:
+    """Let a body give itself what it hands on by an Identity, in place. Else a stack of weights would have two readers.
+
+    JAX's exporter writes stacks as states that each iteration hands on.
+    """
+    for place, value in enumerate(body.outputs):
+        source = source_through(value, "Identity")
+        if source.graph is body:
+            body.outputs[place] = source
+    for node in [node for node in body if is_onnx(node, "Identity")][::-1]:
+        if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+            body.remove(node, safe=True)
 
 
 def _inside(node: ir.Node) -> list[ir.Node]:

@@ -174,3 +174,19 @@ def test_what_each_iteration_computes_alike_is_there_once(write_model: WriteMode
     with Session(tmp_path / "package") as session:
         for name, expected in run_whole(model, feeds).items():
             np.testing.assert_allclose(session.run(feeds)[name], expected, 1e-5, 1e-6)
+
+
+def test_stacks_that_iterations_hand_on_are_parted(write_model: WriteModel) -> None:
+    """JAX's exporter carries the weights of a scan through the loop, as states that stay the same."""
+    text = LAYERS.format(goes_on=f"{ON}  same = Identity (stack)", loop="count, yes")
+    for old, new in (
+        ("float[n, 16] h) =>", "float[n, 16] h, float[4, 16, 32] stack) =>"),
+        ("float[n, 16] after, float[n] mean)", "float[n, 16] after, float[4, 16, 32] same, float[n] mean)"),
+        ("Gather (w, i)", "Gather (stack, i)"),
+        ("last, means = Loop", "last, unused, means = Loop"),
+        (", z)", ", z, w)"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    graph = read_graph(with_weights(write_model(text)))
+    assert {node.op_type for node in graph.nodes}.isdisjoint({"Gather", "Identity", *loops.LOOPS})
