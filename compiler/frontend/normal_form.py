@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.activations import take_out_activations
+from splitc.compiler.frontend.appended import stack_in_loops
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.counted import count_by_range
 from splitc.compiler.frontend.einsums import multiply_by_matrices
@@ -42,6 +43,7 @@ def lift(model: ir.Model) -> None:
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         name_apart(model)  # a lifted value may have the name of a value in another branch
     unroll_loops(model)
+    stack_in_loops(model.graph)
     replace_cast_like(model)
     unwrap_optionals(model)
     fold_constants(model.graph)
