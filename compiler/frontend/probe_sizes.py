@@ -100,23 +100,26 @@ class Probes:
         a power of two where the given size is a multiple. Shapes for one row are for operators that take several tokens
         after cached ones only for one row. Constants are those of these sizes.
         """
-        made = [self._first_small(keeps_ones) for keeps_ones in ((False, True) if self._symbols else ())]
+        made = [next(filter(self._fits, self._small(keeps_ones)), None) for keeps_ones in (False, True)]
         return [bound for bound in made if bound is not None]
 
-    def _first_small(self, keeps_ones: bool) -> BoundShapes | None:
+    def refused(self) -> list[BoundShapes]:
+        """Shapes that are tried before the first of `small`. The model may take them, of which this graph was made."""
+        return list(itertools.takewhile(lambda made: not self._fits(made), self._small(False)))
+
+    def _small(self, keeps_ones: bool) -> Iterator[BoundShapes]:
+        """Shapes to try in turn for `small`; none for a model without symbols."""
         firsts = dict[int, str]()
         alike = {name: firsts.setdefault(size, name) for name, size in self._symbols.items()}
         equal = {name: first for name, first in alike.items() if first != name}
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
         kinds = (self._same_rows, self._same, self._caches, equal)
-        for same, least, pair in itertools.product(kinds, (0, 1), self._pairs):
+        for same, least, pair in itertools.product(kinds if self._symbols else (), (0, 1), self._pairs):
             numbers = {**self._numbers(True, same, least, primes=primes(3), pair=pair), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
-                made = self._bind(scaled) if factor == 1 or scaled != numbers else None
-                if made is not None and self._fits(made):
-                    return made
-        return None
+                if factor == 1 or scaled != numbers:
+                    yield self._bind(scaled)
 
     def _scales(self, name: str, factor: int) -> bool:
         """Whether a symbol's given size is a multiple of this, as the sides of images are."""

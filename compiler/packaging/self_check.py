@@ -15,18 +15,18 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.fitted_sizes import WHOLE
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.sharding.axis_map import small_sizes
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.unoptimized import load_unoptimized
-from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
+from splitc.runtime.errors import EngineError, FeedError, OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.devices import free_bytes, host_memory, host_numbers
 from splitc.runtime.package.manifest import Fill, Manifest, Tensor
@@ -47,6 +47,8 @@ LARGEST = 2 << 30
 # time. A choice: measured peaks are up to twice a block's bytes, but its values are not counted.
 BLOCK_SHARE = 6
 FAULT = "This is a fault of splitc; please report it, and see what was split with 'splitc plan'"
+# The most sizes to try that the rewritten graph refuses. A choice: most models refuse them too.
+MOST_REFUSED = 8
 # The name of the adapter with which packages with slots are compared.
 ADAPTER = "a random adapter"
 
@@ -215,10 +217,20 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
             expected = whole.run(feeds)
         except SplitcError:
             continue  # the model does not take these sizes together, such as caches of two lengths
+        try:
+            made = session.run(given, adapters=adapters)
+        except FeedError:
+            continue  # the package refuses them in words
+        except EngineError as error:
+            sizes = ", ".join(f"{name} {format_shape(array.shape)}" for name, array in given.items())
+            raise OutputsDifferError(
+                f"the split model fails with {sizes}, and the unsplit model runs: {error}\n"
+                f"Nothing was written. {FAULT}. --no-verify writes the package as it is."
+            ) from error
         compared = partial(compare, number_type=session.manifest.number_type)
         unset = _windows(plan.analysis).intersection(expected)
         expected = {name: array for name, array in expected.items() if name not in unset}
-        judged = judge(compared, whole, feeds, expected, session.run(given, adapters=adapters))
+        judged = judge(compared, whole, feeds, expected, made)
         note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
         judged = replace(judged, notes=[*judged.notes, *([note] if unset else [])])
         if judged.passed or not (name := whole.undefined(feeds)):
@@ -258,10 +270,15 @@ def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with each set of shapes to try: small sizes first, then probe sizes, then the planned shapes."""
+    """The inputs with each set of shapes to try: small sizes first, then probe sizes, then the planned shapes.
+
+    Before them come small sizes that the rewritten graph refuses. If it does so by a fault, no others would show it.
+    """
     analysis = plan.analysis
-    small = [bound.shapes for bound in small_sizes(analysis)]
-    for shapes in (*small, plan.split.probe_shapes.shapes, analysis.shapes):
+    probes = Probes(analysis.graph, analysis.shapes, analysis.costs.certain)
+    refused = list({tuple(bound.shapes.items()): bound.shapes for bound in probes.refused()}.values())
+    small = [bound.shapes for bound in probes.small()]
+    for shapes in (*refused[:MOST_REFUSED], *small, plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.analysis import facts
+from splitc.compiler.frontend.editor import add_initializer
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.packaging import self_check
 from splitc.runtime.errors import OutputsDifferError
 from splitc.runtime.tools.compare import Difference
@@ -53,3 +58,27 @@ def test_other_sizes_decide(tmp_path: Path, compared: list[int], monkeypatch: py
     with pytest.raises(OutputsDifferError, match="This is a fault of splitc"):
         compile_model(steps(tmp_path), tmp_path / "package")
     assert len(compared) == 1
+
+
+def test_sizes_that_only_the_model_takes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a pass took the planned batch for a fixed one: the rewritten graph takes no other."""
+    b = Block()
+    x = b.data("x", (1, 6, 8), ["n", "length", 8])
+    wide = b.op("Reshape", b.op("MatMul", x, b.w("A", 8, 32)), b.ints(0, 0, 4, 8))
+    b.give(b.op("MatMul", b.op("Reshape", b.op("Relu", wide), b.ints(0, 0, 32)), b.w("B", 32, 8)), shape=["n", "m", 8])
+    save(b.model(), tmp_path / "model.onnx")
+
+    def fuse_wrongly(graph: Graph, *others: Any) -> Any:
+        for node in graph.graph:
+            if node.op_type == "Reshape":
+                sizes = node.inputs[1].const_value.numpy()
+                node.replace_input_with(
+                    1, add_initializer(graph.graph, ir.tensor([1, *sizes[1:]], name=f"{node.name}/1"))
+                )
+        return fuse(graph, *others)
+
+    monkeypatch.setattr(facts, "fuse", fuse_wrongly)
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", shapes={"x": (1, 6, 8)}))
+    with pytest.raises(OutputsDifferError, match=r"split model fails with x \d+ x .*, and the unsplit model runs"):
+        compile_model(plan, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
