@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
+
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
@@ -123,11 +125,13 @@ def slice_(op: Operation) -> None:
     kept = [axis for axis in range(len(source)) if axis not in sliced]
     op.relate_all([source[axis] for axis in kept], [target[axis] for axis in kept])
     steps = op.numbers(4) if op.has(4) else [1] * len(axes)
-    if starts is None or ends is None or steps is None:
+    if starts is None or steps is None:
         return
     bounds = [
-        _slice_axis(op, source[axis], target[axis], start, end, step)
-        for axis, start, end, step in zip(sliced, starts, ends, steps, strict=True)
+        (None, _same_axis(op, axis))
+        if (start, end, step) == (0, None, 1)
+        else _slice_axis(op, source[axis], target[axis], start, end, step)
+        for axis, start, end, step in zip(sliced, starts, ends or [None] * len(axes), steps, strict=True)
     ]
     before, until = [start for start, _ in bounds], [end for _, end in bounds]
     if op.numbers_of("starts") is not None:
@@ -135,6 +139,19 @@ def slice_(op: Operation) -> None:
     else:
         op.declare_sizes(1, before)
         op.declare_sizes(2, until)
+
+
+def _same_axis(op: Operation, place: int) -> Axis | None:
+    """Relate an axis to a slice up to a computed end, if both have one symbol, so that it is whole in any request.
+
+    Returns the axis whose size that end is; None if it may be shorter.
+    """
+    shapes = [None if value is None else value.shape for value in (op.node.inputs[0], op.node.outputs[0])]
+    before, after = (None if shape is None else shape[place] for shape in shapes)
+    if not isinstance(before, ir.SymbolicDim) or before.value is None or before != after:
+        return None
+    op.relate(op.input(0)[place], op.output()[place])
+    return op.input(0)[place]
 
 
 def _slice_axis(

@@ -151,6 +151,26 @@ def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Pat
         plan_model(model, ["2xcpu"], BATCH)
 
 
+TO_SIZE = """<ir_version: 8, opset_import: ["": 17]> g (float[B,3] x, float[C,3] other) => (float y)
+    <int64[2] zeros = {{0, 0}}> {{ z = Relu({0}) ends = Shape(z) a = Slice(x, zeros, ends) y = Add(a, z) }}"""
+
+
+def test_slice_to_the_size_of_the_same_rows_keeps_them(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As torch's older exporter cuts what is scattered to the size of its indices."""
+    model = write_model(TO_SIZE.format("x").replace(", float[C,3] other", ""))
+    compile_model(plan_model(model, ["2xcpu"], BATCH), tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        assert session.manifest.batch == {"x": 0, "y": 0}
+        for rows in (1, 2, 7):
+            feeds: Arrays = {"x": np.random.default_rng(rows).standard_normal((rows, 3), np.float32)}
+            assert_close(session.run(feeds), run_whole(model, feeds))
+
+
+def test_slice_to_another_size_may_be_of_some_rows(write_model: Callable[[str], Path]) -> None:
+    with pytest.raises(CannotSplitError, match="not independent: the Slice node that makes 'a'"):
+        plan_model(write_model(TO_SIZE.format("other")), ["2xcpu"], BATCH)
+
+
 @pytest.mark.parametrize("text", [PICKED, WRITTEN], ids=["picked", "written"])
 @pytest.mark.parametrize("mask", ["B", "M"])
 def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbers(
