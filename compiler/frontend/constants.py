@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import add_initializer
+from splitc.compiler.frontend.editor import Editor, add_initializer
 from splitc.compiler.frontend.folding import LONGEST, fold, known_array
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx
 from splitc.compiler.frontend.node_key import node_key
@@ -43,7 +43,8 @@ def fold_constants(graph: ir.Graph) -> bool:
                     _forget(node)
                     continue
             known.update(node.outputs)
-        return keep_folded(graph, known)
+        is_changed = keep_folded(graph, known)
+        return _slice_empty(graph) or is_changed
 
 
 def _selects_fixed(node: ir.Node) -> bool:
@@ -87,6 +88,29 @@ def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> bool:
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         graph.remove(node, safe=True)
     return bool(nodes)
+
+
+def _slice_empty(graph: ir.Graph) -> bool:
+    """Let a Slice make what an Expand makes empty by constant sizes, in place. Returns whether there is any.
+
+    ONNX Runtime takes an Expand whose sizes are all constants below two for one without effect. An empty list that a
+    loop over tokens was traced with is expanded so.
+    """
+    editor, is_changed = Editor(graph), False
+    for node in [node for node in graph if is_onnx(node, "Expand")]:
+        sizes = constant_numbers(node.inputs[1]) or []
+        places = [place - len(sizes) for place, size in enumerate(sizes) if size == 0]
+        if not places:
+            continue
+        made, none = node.outputs[0], [0] * len(places)
+        lists, attributes = editor.lists("Slice", starts=none, ends=none, axes=places)
+        node.replace_input_with(1, editor.numbers(*(size or 1 for size in sizes)))
+        editor.wrap(made, "Slice", [made, *lists], "expanded", **attributes)
+        if made.shape is not None:
+            empty = {len(made.shape) + place for place in places}
+            made.shape = ir.Shape([1 if place in empty else size for place, size in enumerate(made.shape)])
+        is_changed = True
+    return is_changed
 
 
 def bypass_same(graph: ir.Graph) -> None:

@@ -163,3 +163,20 @@ def test_numbers_of_bfloat16_stay_so(write_model: WriteModel, tmp_path: Path) ->
             x = np.ones((2, 4), ir.DataType.BFLOAT16.numpy())
             given = np.asarray(session.run({"x": x})["y"], np.float32)
         np.testing.assert_allclose(given, [[12, 24, 40, 60]] * 2, rtol=0.02)
+
+
+def test_what_is_expanded_to_no_elements_is_empty(write_model: WriteModel, tmp_path: Path) -> None:
+    """As the empty list with which a search begins. With constant sizes ONNX Runtime would take the Expand out."""
+    path = write_model(
+        HEAD
+        + """(float[n, 3, 1] x, int64[n, 3, 1] given) => (float[n, 3, k] y)
+        <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}, int64[1] three = {3}>
+        { own = Shape (x)  at = Abs (given)  rows = Gather (own, zero)  long = Concat <axis = 0> (rows, three, zero)
+          listed = ConstantOfShape (long)  sizes = Shape (listed)  none = Slice (sizes, two, three, zero)
+          wanted = Concat <axis = 0> (one, one, none)  at_none = Expand (at, wanted)
+          some = GatherElements <axis = 1> (listed, at_none)  y = Concat <axis = 2> (some, x) }"""
+    )
+    compile_model(plan_model(path, "2xcpu", Request(split_mode="layer")), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        x = np.arange(6, dtype=np.float32).reshape(2, 3, 1)
+        np.testing.assert_array_equal(session.run({"x": x, "given": np.zeros((2, 3, 1), np.int64)})["y"], x)
