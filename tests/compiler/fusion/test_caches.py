@@ -72,12 +72,18 @@ def fused_caches(analysis: Analysis) -> list[str | None]:
     return [outcome.operator for outcome in analysis.outcomes if outcome.kind != "rows"]
 
 
-# Packages that several tests use.
-_made: dict[object, Path] = {}
+# Packages that several tests use, with the analyses of their models.
+_made: dict[object, tuple[Path, Analysis]] = {}
 
 
 def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu0", **options: object) -> Path:
     """A package of the style's model, which is written to the folder."""
+    return package_and_analysis(style, folder, mode, devices, **options)[0]
+
+
+def package_and_analysis(
+    style: Style, folder: Path, mode: str, devices: str, **options: object
+) -> tuple[Path, Analysis]:
     onnx.save(write(style), folder / "model.onnx")
     key = (style, mode, devices, *options.items())
     if key not in _made:
@@ -85,12 +91,14 @@ def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu
     return _made[key]
 
 
-def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mapping[str, object]) -> Path:
+def _compile(
+    folder: Path, style: Style, mode: str, devices: str, options: Mapping[str, object]
+) -> tuple[Path, Analysis]:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     plan = plan_model(folder / "model.onnx", [devices], request)
     assert fused_caches(plan.analysis) == ["GroupQueryAttention"] * style.layers
     compile_model(plan, folder / "package", verify=False)
-    return folder / "package"
+    return folder / "package", plan.analysis
 
 
 def assert_right(
@@ -105,10 +113,8 @@ def assert_right(
         request = following(style, expected, 2, new)
 
 
-@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
-def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
+def assert_in_place(made: Analysis, style: Style, model: Path) -> None:
     """No node reads the cache's own length any more. Its input and output keep their names and shapes."""
-    made = analyzed(style, tmp_path)
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.GroupQueryAttention") == style.layers and "Softmax" not in names
     assert [outcome.kind for outcome in made.outcomes if outcome.kind != "rows"] == ["cache"] * style.layers
@@ -116,7 +122,7 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
     (length,) = made.lengths
     assert sorted(length.states) == sorted(state.input for state in made.states)
     assert (length.adds, length.reads) == ((1, None) if style.one else (0, ("input_ids", 1)))
-    own = onnx.load(tmp_path / "model.onnx").graph
+    own = onnx.load(model).graph
     inputs = [value for value in made.graph.graph.inputs if value.name not in made.added]
     declared = {} if made.chosen is None else made.chosen.declared
     for values, kept in ((inputs, own.input), (made.graph.graph.outputs, own.output)):
@@ -130,10 +136,11 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")])
-def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
+def test_every_style_is_in_place_and_gives_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
     """If the caller feeds the pasts, with padding in front, and with several tokens after a prefix in several rows."""
     style = STYLES[name]
-    path = package(style, tmp_path, mode, "2xcpu")
+    path, made = package_and_analysis(style, tmp_path, mode, "2xcpu")
+    assert_in_place(made, style, tmp_path / "model.onnx")
     with Session(path) as session:
         assert [tensor.name for tensor in session.inputs] == [*feeds(style, 1, 1, 1)]
         for number, (batch, new, past, padded) in enumerate(
@@ -147,7 +154,7 @@ def test_several_rows_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A segment with an attention takes the caches' length, though an earlier one has computed what it says."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
-    with Session(_compile(tmp_path, OPTIMUM, "tensor", "2xcpu", {})) as session:
+    with Session(_compile(tmp_path, OPTIMUM, "tensor", "2xcpu", {})[0]) as session:
         assert len(session.manifest.ranks[0].engines) > 1
         request = feeds(OPTIMUM, 2, 4, 6, padded=3)
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)
@@ -257,13 +264,13 @@ ODD = {
 
 @pytest.mark.parametrize(("why", "style"), ODD.items(), ids=ODD)
 def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pytest.CaptureFixture[str]) -> None:
-    made = analyzed(style, tmp_path)
+    onnx.save(write(style), tmp_path / "model.onnx")
+    shapes = {name: array.shape for name, array in feeds(style, 1, 1, 5).items()}
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", shapes=shapes))
+    made = plan.analysis
     assert {(outcome.operator, outcome.why) for outcome in made.outcomes if outcome.kind == "cache"} == {(None, why)}
     assert made.lengths == () and not any(state.in_place for state in made.states)
     assert "splitc.past" not in [value.name for value in made.graph.graph.inputs]
-    request = feeds(style, 1, 1, 5)
-    shapes = {name: array.shape for name, array in request.items()}
-    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", shapes=shapes))
     print_explained(plan)
     print_plan(plan)
     said = " ".join(capsys.readouterr().out.split())

@@ -33,6 +33,8 @@ FORMS = {
     "precise": Grouped(activation="first", precise=True, inner=48, normed=True, dtype=HALF),
     "of seven": Grouped(activation="last", experts=7, chosen=3, inner=48, normed=True, dtype=HALF),
 }
+# Those that also run whole. The others only in shards, which differ more from what was exported.
+WHOLE = ("first", "gelu", "looked up", "precise", "of seven")
 # Why others stay as they are.
 OTHERS = {
     "FLOAT": Grouped(activation="first"),
@@ -40,7 +42,6 @@ OTHERS = {
     "those of other experts": Grouped(activation="first", looked_up="wrong", dtype=HALF),
     "multiples of 8": Grouped(activation="first", inner=20, dtype=HALF),
     "from 16 on": Grouped(activation="first", inner=8, dtype=HALF),
-    "300 experts": Grouped(activation="first", experts=300, dtype=HALF),
 }
 
 pytestmark = needs_gated_experts
@@ -52,8 +53,9 @@ def planned(how: Grouped, folder: Path, devices: Sequence[str] = ("cuda0",)) -> 
     return plan_model(folder / "model.onnx", devices, Request(split_mode=mode, spread=True, memory=["1GiB"]))
 
 
-@pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, ["cuda0", "cuda1"]) for name in FORMS), *((name, ["cuda0"]) for name in WHOLE)]
+)
 def test_experts_are_right_as_one_operator(tmp_path: Path, name: str, devices: list[str]) -> None:
     """On CPU devices, which run packages for GPUs too, with as many rows as an expert gets: none, one, and more."""
     plan = planned(FORMS[name], tmp_path, devices)
@@ -98,6 +100,14 @@ def test_other_experts_stay_and_say_why(tmp_path: Path, why: str) -> None:
     plan = planned(OTHERS[why], tmp_path)
     (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "experts"]
     assert outcome.operator is None and outcome.why is not None and why in outcome.why
+    assert not any(EXPERTS in node.meta for node in plan.analysis.graph.graph)
+
+
+def test_more_experts_than_the_operator_is_used_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "MOST_EXPERTS", 3)
+    plan = planned(Grouped(activation="first", dtype=HALF), tmp_path)
+    (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "experts"]
+    assert outcome.why == "it has 4 experts, and the operator is used for 3 at most"
     assert not any(EXPERTS in node.meta for node in plan.analysis.graph.graph)
 
 

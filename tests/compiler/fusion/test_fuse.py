@@ -32,34 +32,31 @@ SIZE = Size()
 TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
 ANY = Gains(TYPES, parts=TYPES, modulations=TYPES)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
-# Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
+LAYOUTS = ("merged", "rows", "einsum")
+BIASES = ("none", "mask", "row", "learned", "both", "where", "kept")
+ODD_FORMS = (
+    Form(value_size=6),
+    Form(softmax="less"),
+    Form(softmax="written"),
+    Form(turned=True),
+    Form(reads_sizes=True),
+)
+# Batch and heads as two axes: each scale with each bias, in turns with the keys, repeated heads and guards.
 FORMS = [
-    Form(scale, bias, keys, groups=1 + number % 2, guard=bool(number % 2), flipped=bool(number % 2))
-    for number, (scale, bias, keys) in enumerate(
-        product(("after", "before", "split", "none"), ("none", "mask", "row", "learned", "both"), ("once", "cache"))
-    )
+    Form(scale, bias, ("once", "cache")[(one + other) % 2], groups=1 + (one // 2 + other) % 2, guard=odd, flipped=odd)
+    for one, scale in enumerate(("after", "before", "split", "none"))
+    for other, (bias, odd) in enumerate(zip(BIASES[:5], (one > 1, one % 2 == 1, one == 0, one == 3, one < 2)))
 ]
 FORMS += [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
 FORMS += [
-    Form(bias=bias, layout=layout, flipped=flipped)
-    for layout, bias, flipped in product(
-        ("merged", "rows", "einsum"), ("none", "mask", "row", "learned", "both", "where", "kept"), (False, True)
-    )
+    Form(bias=bias, layout=layout, flipped=number % 2 == 1)
+    for number, (layout, bias) in enumerate(product(LAYOUTS, BIASES))
 ]
 FORMS += [Form(bias=bias, flipped=flipped, guard=flipped) for bias, flipped in product(TRUTHS, (False, True))]
+# Each oddity with each bias and each layout.
 FORMS += [
-    replace(odd, bias=bias, layout=layout)
-    for bias, layout, odd in product(
-        ("none", "mask", "where"),
-        ("heads", "merged", "rows"),
-        (
-            Form(value_size=6),
-            Form(softmax="less"),
-            Form(softmax="written"),
-            Form(turned=True),
-            Form(reads_sizes=True),
-        ),
-    )
+    replace(form, bias=bias, layout=("heads", "merged", "rows")[(one + other) % 3])
+    for (one, form), (other, bias) in product(enumerate(ODD_FORMS), enumerate(("none", "mask", "where")))
 ]
 FORMS += [Form(bias=bias, fused_product=True) for bias in ("none", "mask", "where")]
 FORMS += [Form("late", bias, softmax="shifted", flipped=bias == "mask") for bias in ("none", "mask")]
