@@ -67,6 +67,8 @@ def options_as_typed() -> Iterator[None]:
 
 
 KEPT = KeptAnalyses()
+# Tests of the runtime patch nothing that analyses read.
+RUNTIME = Path(__file__).with_name("runtime")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,10 +81,14 @@ def kept_analyses() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_analyses(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that patches something makes its own analyses, except for two fixtures whose patches no analysis reads."""
+    """A test of the compiler that patches something makes its own analyses, except if none reads what is patched.
+
+    That is so for two fixtures, and for tests that are marked with `kept_analyses`.
+    """
     by_itself = "monkeypatch" in signature(request.function).parameters
     by_others = "monkeypatch" in request.fixturenames and {"bare_engines", "gpus"}.isdisjoint(request.fixturenames)
-    KEPT.pauses = by_itself or by_others
+    may_differ = not request.path.is_relative_to(RUNTIME) and request.node.get_closest_marker("kept_analyses") is None
+    KEPT.pauses = (by_itself or by_others) and may_differ
     yield
     KEPT.pauses = False
 
@@ -97,7 +103,14 @@ def forked_ranks() -> Iterator[None]:
         forked.FORKING.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def children_of_sessions(forked_ranks: None) -> None:
+    """This process has no other new children than ranks: that from which they are forked is there before."""
+    if sys.platform == "linux":
+        forked.FORKING.begin()
+
+
+@pytest.fixture
 def plain_ranks() -> Iterator[None]:
     """Ranks' processes start as for users: for tests of how they start and end."""
     with pytest.MonkeyPatch.context() as patch:

@@ -152,11 +152,13 @@ def _check(
 def _planned(model: Path, shares: Sequence[Sequence[float]], request: Request) -> Iterator[Plan]:
     """A plan for each of the shares, all from one analysis, as auto mode makes them.
 
-    Compiling does not load the packages of these plans: the sessions of the tests do.
+    Compiling does not load the packages of these plans: the sessions of the tests do. Nor does it look for rows of
+    micro-batches, which these sessions do not take.
     """
     analysis = cache(partial(analyze_for, model, parse_devices(["2xcpu"]), request, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "analyze_for", lambda *_: analysis())
         patch.setattr(packaging, "check_loads", lambda *_: None)
+        patch.setattr("splitc.compiler.packaging.manifest_entries.rows_of_micro_batches", lambda analysis: None)
         for share in shares:
             yield plan_model(model, [f"{len(share)}xcpu"], replace(request, tensor_split=share))

@@ -42,6 +42,11 @@ class Forking:
         self._socket: socket.socket | None = None
         self._server: subprocess.Popen[bytes] | None = None
 
+    def begin(self) -> None:
+        """Start the process that is forked from, if it is not there."""
+        with self._lock:
+            self._connected()
+
     def end(self) -> None:
         """End the process that is forked from. The next rank starts another one."""
         with self._lock:

@@ -91,7 +91,7 @@ def run_each(model: onnx.ModelProto, inputs: Sequence[dict[str, np.ndarray]]) ->
 @pytest.mark.parametrize("number", range(0, len(FORMS)))
 def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> None:
     form = FORMS[number]
-    model = write(form, SIZE, blocks=2, seed=number)
+    model = write(form, SIZE, blocks=2, seed=1)
     made = fused(model, tmp_path, SIZE, form)
     assert made.outcomes == (
         Outcome(made.outcomes[0].place, "MultiHeadAttention"),
@@ -103,7 +103,7 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
         assert "Transpose" not in names
     proto = ir.to_proto(made.graph.model)
     sizes = [SIZE, replace(SIZE, batch=3) if form.bias in ("learned", "both") else OTHER]
-    inputs = [feeds(form, size, seed=number) for size in sizes]
+    inputs = [feeds(form, size, seed=1) for size in sizes]
     for actual, expected in zip(run_each(proto, inputs), run_each(model, inputs), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
     for value in (value for node in made.graph.graph for value in node.outputs):

@@ -28,7 +28,7 @@ from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
 # Budgets here are those of tiny models.
-pytestmark = pytest.mark.usefixtures("bare_engines")
+pytestmark = [pytest.mark.usefixtures("bare_engines"), pytest.mark.kept_analyses]
 
 # Links that cost nothing, and links on which nothing is worth sending.
 FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
@@ -98,7 +98,8 @@ def test_speed_of_links_decides_the_mode(
     tmp_path: Path, link: Link, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a thread each, two devices are faster than one if communication costs nothing."""
-    save(build(Size(layers=2, hidden=256, heads=8, kv_heads=4, feed_forward=512)), tmp_path / "model.onnx")
+    size = Size(layers=2, hidden=256, heads=8, kv_heads=4, feed_forward=512, vocabulary=96)
+    save(build(size), tmp_path / "model.onnx")
     set_machine(monkeypatch, link)
     request = Request(objective="latency", threads=1, memory=["1GiB"], shapes={"input_ids": (1, 512)})
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)

@@ -82,6 +82,7 @@ def test_a_home_that_can_t_be_written_costs_time_only(
     assert len(measured) == 2 * 3  # one of each form on one device and on two, for all candidates
 
 
+@pytest.mark.kept_analyses
 def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the first layer takes as long as all others together, it gets its own device."""
     costs = [EngineCosts(seconds, 0) for seconds in (0.0, 3.0, 1.0, 1.0, 1.0, 0.0)]
@@ -106,6 +107,7 @@ def test_blocks_are_measured_with_the_threads_of_a_device(
     assert taken == {max(1, cores() // 2)}
 
 
+@pytest.mark.kept_analyses
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_measured_memory_stands_in_place_of_what_is_predicted(
     decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def as_users_start_them(plain_ranks: None) -> None:
-    """Start processes as for users: starting is tested here."""
+@pytest.fixture(autouse=True)
+def ranks_are_the_new_children(children_of_sessions: None) -> None:
+    """Tests here compare this process's children."""

@@ -28,6 +28,9 @@ from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers.packages import compile_mode
 from tests.helpers.stopping import stop
 
+# Nor may there be children beside the ranks.
+pytestmark = pytest.mark.usefixtures("plain_ranks")
+
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:

@@ -90,12 +90,6 @@ def test_memory_of_a_large_request_is_given_back(
         np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
 
 
-def test_ranks_load_nothing_that_only_others_need(opened: Session) -> None:
-    """psutil takes 20 ms in each process that starts."""
-    opened.run(decoder_feeds())
-    assert not [rank.pid for rank in processes(opened) if "psutil" in Path(f"/proc/{rank.pid}/maps").read_text()]
-
-
 def test_sequences_begin_with_loaded_states(opened: Session, decoder: Path) -> None:
     feeds = decoder_feeds()
     states = {name: array for name, array in feeds.items() if name.startswith("past")}
@@ -147,6 +141,14 @@ def test_rank_that_dies_or_hangs_ends_the_request(
             session.run(decoder_feeds())
         for process in processes(session):
             process.wait(5)
+
+
+@pytest.mark.usefixtures("plain_ranks")
+def test_ranks_load_nothing_that_only_others_need(decoder: Path) -> None:
+    """psutil takes 20 ms in each process that starts."""
+    with open_processes(compile_mode(decoder, "tensor")) as session:
+        session.run(decoder_feeds())
+        assert not [rank.pid for rank in processes(session) if "psutil" in Path(f"/proc/{rank.pid}/maps").read_text()]
 
 
 def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_package: Callable[[Path], Path]) -> None:
@@ -230,7 +232,7 @@ import sys
 from splitc.runtime import Session
 from splitc.runtime.processes import ranks
 from tests.helpers.feeds import decoder_feeds
-ranks.PATIENCE = 2.5
+ranks.PATIENCE = 1.5
 with Session(sys.argv[1], threads=1, ranks="processes") as session:
     for _ in range(2):
         session.run(decoder_feeds())
@@ -250,7 +252,7 @@ def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None
     )
     assert caller.stdout is not None and caller.stdout.readline() == "ran\n"
     os.killpg(caller.pid, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(2.5)
     os.killpg(caller.pid, signal.SIGCONT)
     time.sleep(1.5)  # for some looks at the ranks
     shown, _ = caller.communicate("\n\n", timeout=60)

@@ -28,7 +28,8 @@ from splitc.runtime.ranks.thread import Worker
 from tests.conftest import decoder_feeds
 from tests.helpers.packages import compile_mode
 
-pytestmark = pytest.mark.usefixtures("plain_ranks")
+# Children are counted.
+pytestmark = pytest.mark.usefixtures("children_of_sessions")
 
 KINDS = ["threads", "processes"]
 
@@ -150,6 +151,7 @@ def test_copies_of_the_process_have_no_session(open_session: Callable[[], Sessio
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.usefixtures("plain_ranks")  # a copy can't fork them
 def test_copies_of_the_process_have_sessions_of_their_own(package: Path) -> None:
     """They take no answers of the first process."""
     with Session(package, verify="never", threads=1, ranks="processes") as session:
