@@ -76,12 +76,15 @@ except BaseException as error:  # as the C++ of a module does, where it does not
     raise ImportError("initialization failed") from error
 print("imported")
 """
-# The seconds of undisturbed commands, by kind.
+# The seconds of undisturbed commands, by kind, and about those of each, which are enough for a case or two.
 _known: dict[str, float] = {}
+USUAL = {"compile": 1.5}
 
 
 def moment(kind: str, seed: int, command: Sequence[object], place: Path, mpi: Mpi | None = None) -> tuple[int, float]:
     """A signal, and the seconds until it comes: before the command would end, or a little after."""
+    if MORE == 1:
+        _known.setdefault(kind, USUAL.get(kind, 0.7))
     if kind not in _known:
         found = kill_after(None, 0, command, place, mpi)
         assert found.code == 0, found.errors
@@ -124,9 +127,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 1])
 def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, package: Path) -> None:
-    """The first thread is a rank's, another one a pool's: Python once waited for it at its end."""
+    """The first thread is a pool's: Python once waited for it at its end. The next one is a rank's."""
     program = STARTING.format(number=number, signal=int(signal.SIGINT))
     command = [sys.executable, "-c", program, "check", str(package), "--model", str(decoder), "--no-memory"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -102,6 +102,12 @@ def weights(columns: int = WIDE) -> dict[str, Any]:
 def engine(body: str, folder: Path, patch: pytest.MonkeyPatch, columns: int = WIDE, dtype: str = "float16") -> Path:
     """The package for one GPU. Groups of any size are fused."""
     patch.setattr(fused_rows, "LEAST", 0)
+    model = write_model(body, folder, columns, dtype)
+    compile_model(plan_model(model, ["cuda0"], Request(split_mode="layer")), folder / "package", verify=False)
+    return folder / "package"
+
+
+def write_model(body: str, folder: Path, columns: int = WIDE, dtype: str = "float16") -> Path:
     results = [name for name in ("z", "w") if f"{name} =" in body]
     outputs = ", ".join(f"{dtype}[{BATCH}, {LENGTH}, {columns}] {name}" for name in results[-1:])
     inputs = f"{dtype}[{BATCH}, {LENGTH}, {columns}] x, {dtype}[{BATCH}, {LENGTH}, {columns}] y"
@@ -115,10 +121,17 @@ def engine(body: str, folder: Path, patch: pytest.MonkeyPatch, columns: int = WI
     for value in [value for value in model.graph.input if value.name not in read]:
         model.graph.input.remove(value)
     onnx.save(model, folder / "model.onnx")
-    compile_model(
-        plan_model(folder / "model.onnx", ["cuda0"], Request(split_mode="layer")), folder / "package", verify=False
-    )
-    return folder / "package"
+    return folder / "model.onnx"
+
+
+# The packages of BODIES in half precision, for all tests.
+_halves: dict[str, Path] = {}
+
+
+def halves(form: str, folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    if form not in _halves:
+        _halves[form] = engine(BODIES[form][0], folder, patch)
+    return _halves[form]
 
 
 def kernels_of(package: Path) -> list[Fused]:
@@ -163,10 +176,10 @@ def operators_on_host(kernels: list[Fused], folder: Path) -> FusedOperators:
 def test_each_group_is_one_operator_with_the_models_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    body, steps = BODIES[form]
-    package = engine(body, tmp_path, monkeypatch)
+    _, steps = BODIES[form]
+    package = halves(form, tmp_path, monkeypatch)
     assert [sorted(own) for own in steps_of(package)] == [sorted(steps)]
-    expected = run(tmp_path / "model.onnx")
+    expected = run(package.with_name("model.onnx"))
     np.testing.assert_allclose(run(package / "rank0/stage0.onnx"), expected, atol=4e-3, rtol=4e-3)
 
 
@@ -174,15 +187,17 @@ def test_each_group_is_one_operator_with_the_models_numbers(
 def test_kernels_compute_what_their_functions_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all bodies, and for rows that fill a part of a vector of threads, several vectors, and a block."""
     norm, gate = (BODIES[name][0] for name in ("a norm that images scale and shift", "a gate and a residual"))
-    sized = {f"{columns}": (norm, columns) for columns in (24, 264, 2056)} | {"wide gate": (gate, 2056)}
-    bodies = {**{name: (body, WIDE) for name, (body, _) in BODIES.items()}, **sized}
-    packages = {}
-    for number, (body, columns) in enumerate(bodies.values()):
-        (folder := tmp_path / str(number)).mkdir()
-        packages[number] = engine(body, folder, monkeypatch, columns)
-    kernels = [kernel for package in packages.values() for kernel in kernels_of(package)]
+    sized = [*((norm, columns) for columns in (24, 264, 2056)), (gate, 2056)]
+    folders = [tmp_path / str(number) for number in range(len(BODIES) + len(sized))]
+    for folder in folders:
+        folder.mkdir()
+    packages = [halves(form, folder, monkeypatch) for form, folder in zip(BODIES, folders)]
+    packages += [
+        engine(body, folder, monkeypatch, columns) for (body, columns), folder in zip(sized, folders[len(BODIES) :])
+    ]
+    kernels = [kernel for package in packages for kernel in kernels_of(package)]
     operators = operators_on_host(list({kernel.name: kernel for kernel in kernels}.values()), tmp_path)
-    for package in packages.values():
+    for package in packages:
         path = package / "rank0/stage0.onnx"
         np.testing.assert_allclose(run(path, operators), run(path), atol=2e-3, rtol=2e-3)
     operators.release()
@@ -194,14 +209,15 @@ def test_kernels_of_bfloat16_compute_what_the_model_does(tmp_path: Path, monkeyp
     """ONNX Runtime has no operators of bfloat16 on CPUs, so the model in float32 is the reference."""
     packages, references = list[Path](), list[Path]()
     for number, (body, steps) in enumerate(BODIES.values()):
-        for dtype, made in (("bfloat16", packages), ("float", references)):
-            (folder := tmp_path / f"{dtype}{number}").mkdir()
-            made.append(engine(body, folder, monkeypatch, dtype=dtype))
+        for dtype in ("bfloat16", "float"):
+            (tmp_path / f"{dtype}{number}").mkdir()
+        packages.append(engine(body, tmp_path / f"bfloat16{number}", monkeypatch, dtype="bfloat16"))
+        references.append(write_model(body, tmp_path / f"float{number}", dtype="float"))
         assert [sorted(own) for own in steps_of(packages[-1])] == [sorted(steps)]
     kernels = {kernel.name: kernel for package in packages for kernel in kernels_of(package)}
     operators = operators_on_host(list(kernels.values()), tmp_path)
     for package, reference in zip(packages, references, strict=True):
-        got, expected = run(package / "rank0/stage0.onnx", operators), run(reference.parent / "model.onnx")
+        got, expected = run(package / "rank0/stage0.onnx", operators), run(reference)
         assert np.abs(got - expected).max() < 2e-2 * np.abs(expected).max()
     operators.release()
 
