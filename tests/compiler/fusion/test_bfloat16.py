@@ -29,7 +29,8 @@ from tests.helpers.needs import needs_caches
 
 def compiled(dtype: ir.DataType, devices: Sequence[str], folder: Path) -> Path:
     """The package of a small decoder."""
-    save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, dtype=dtype)), folder / "model.onnx")
+    size = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=128, vocabulary=96, dtype=dtype)
+    save(build(size), folder / "model.onnx")
     request = Request(split_mode="tensor" if len(devices) > 1 else "layer", memory=["1GiB"])
     compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
     return folder / "package"

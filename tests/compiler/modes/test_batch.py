@@ -62,7 +62,7 @@ def request(feeds: Mapping[str, np.ndarray], split_mode: str = "batch", **more: 
     return Request(split_mode, shapes={name: feed.shape for name, feed in feeds.items()}, **more)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> None:
     block, chance = RandomBlock(seed), np.random.default_rng(seed)
     model = tmp_path / "block.onnx"

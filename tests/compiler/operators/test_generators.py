@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -107,8 +108,11 @@ def with_noise(noise: Middle) -> Block:
     return b
 
 
-@pytest.mark.parametrize("shares", [(1, 1), (30, 1, 1), (1, 40)])
-@pytest.mark.parametrize("name", [*DRAWN, *FORMS])
+# All with ranks that have no unit, the first or the others, and one with even shares.
+SHARED = [*product([*DRAWN, *FORMS], [(30, 1, 1), (1, 40)]), ("RandomNormal", (1, 1))]
+
+
+@pytest.mark.parametrize(("name", "shares"), SHARED)
 def test_ranks_compute_with_the_same_random_numbers(name: str, shares: tuple[float, ...], tmp_path: Path) -> None:
     """The unsplit model, fed the ranks' random numbers, gives the same outputs. Another run draws other numbers."""
     block = with_noise((DRAWN | FORMS)[name])

@@ -121,7 +121,8 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("decoders")
     for name, dtype in (("narrow", ir.DataType.BFLOAT16), ("wide", ir.DataType.FLOAT)):
         save(
-            build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, dtype=dtype)), folder / f"{name}.onnx"
+            build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=96, dtype=dtype)),
+            folder / f"{name}.onnx",
         )
     return {name: folder / f"{name}.onnx" for name in ("narrow", "wide")}
 

@@ -90,11 +90,21 @@ def test_export_and_check_count_what_takes_long(package: Path, decoder: Path, tm
     ],
 )
 def test_bars_are_on_terminals_only(
-    command: list[str], named: set[str], package: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    named: set[str],
+    package: Path,
+    new_decoder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other outputs get the results only."""
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
-    places = {"MODEL": decoder, "PACKAGE": package, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "o.npz"}
+    places = {
+        "MODEL": new_decoder,
+        "PACKAGE": package,
+        "INPUTS": tmp_path / "inputs.npz",
+        "OUTPUTS": tmp_path / "o.npz",
+    }
     places["OUTPUT"] = tmp_path / "compiled"
     asked = [str(places.get(word, word)) for word in command]
     assert splitc(*asked).stderr == ""
