@@ -34,6 +34,8 @@ FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
 # Row mode: even and uneven shares. Tensor mode: even ones, and some that leave the first and last rank without units.
 EVEN = ((1, 1), (3, 1, 1))
 SHARES = ((1, 1), (1, 30, 1))
+# Of heads: more even ranks than there are heads of keys, which then share one.
+MORE_THAN_HEADS = ((1, 1, 1, 1), (1, 30, 1))
 
 
 class Block(Writer):

@@ -25,7 +25,7 @@ from tests.helpers.attention import (
     project,
     project_back,
 )
-from tests.helpers.blocks import SHARES, Block, check_split, sharded
+from tests.helpers.blocks import MORE_THAN_HEADS, Block, check_split, sharded
 from tests.helpers.operators import Tiny, check_operator, having, number, softmax, stored
 
 
@@ -185,7 +185,7 @@ def rotated_heads() -> Block:
 
 
 def by_heads(build: Callable[[], Block], split: Collection[str] = PROJECTIONS) -> Tiny:
-    return Tiny(build, split, sums=1, shares=SHARES)
+    return Tiny(build, split, sums=1, shares=MORE_THAN_HEADS)
 
 
 GRAPHS: dict[str, Tiny] = {
@@ -202,7 +202,7 @@ GRAPHS: dict[str, Tiny] = {
 WITHOUT_KERNEL = {"splitc.compiler.LatentAttention"}
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),
-    "Attention, normed heads": Tiny(with_normed_heads, {*PROJECTIONS, "q scale", "k scale"}, shares=SHARES),
+    "Attention, normed heads": Tiny(with_normed_heads, {*PROJECTIONS, "q scale", "k scale"}, shares=MORE_THAN_HEADS),
     "GroupQueryAttention, packed": by_heads(lambda: group_query_attention(True), {"qkv", "o"}),
     "GroupQueryAttention, scores": by_heads(lambda: group_query_attention(False, scores=True)),
     "RotaryEmbedding, tables of the batch": by_heads(rotated_heads, {*PROJECTIONS, "cos", "sin"}),

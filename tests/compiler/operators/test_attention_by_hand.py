@@ -12,7 +12,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.attention import HEAD, HEADS, HIDDEN, PROJECTIONS, WIDTH, attend, finish, normed, project
-from tests.helpers.blocks import Block, check_split
+from tests.helpers.blocks import MORE_THAN_HEADS, Block, check_split
 
 PAST_AND_PRESENT = {"past_k", "past_v", "present_k", "present_v"}
 
@@ -21,7 +21,7 @@ def test_heads_are_sharded(tmp_path: Path) -> None:
     b = Block()
     x = normed(b)
     finish(b, attend(b, *(project(b, x, name) for name in "qkv")))
-    check_split(b, tmp_path, PROJECTIONS, sums=1)
+    check_split(b, tmp_path, PROJECTIONS, MORE_THAN_HEADS, sums=1)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_fused_projection_is_cut_section_by_section(tmp_path: Path) -> None:
         return b.op("Reshape", wide, b.ints(0, HEADS, -1, HEAD))
 
     finish(b, attend(b, heads(q, HEADS), repeat(k), repeat(v)))
-    check_split(b, tmp_path, {"qkv", "bias", "o"}, sums=1)
+    check_split(b, tmp_path, {"qkv", "bias", "o"}, MORE_THAN_HEADS, sums=1)
 
 
 @pytest.mark.parametrize("order", ["three first", "heads first"])
@@ -75,7 +75,7 @@ def test_fused_projection_that_is_reshaped(order: str, tmp_path: Path) -> None:
         apart = b.op("Transpose", b.op("Reshape", both, b.ints(0, 0, HEADS, 3 * HEAD)), perm=[0, 2, 1, 3])
         parts = list(b.ops("Split", apart, b.ints(HEAD, HEAD, HEAD), outputs=3, axis=3))
     finish(b, attend(b, *parts))
-    check_split(b, tmp_path, {"qkv", "o"}, sums=1)
+    check_split(b, tmp_path, {"qkv", "o"}, MORE_THAN_HEADS, sums=1)
 
 
 def rotate(b: Block, v: ir.Value) -> ir.Value:
@@ -99,7 +99,7 @@ def test_rotary_by_hand_norms_softcap_and_a_bias_by_head(tmp_path: Path) -> None
     capped = b.op("Mul", b.op("Tanh", b.op("Div", scores, b.constant(5, np.float32))), b.constant(5, np.float32))
     biased = b.op("Add", capped, b.op("Unsqueeze", table, b.ints(0)))
     finish(b, b.op("MatMul", b.op("Softmax", biased, axis=-1), v))
-    check_split(b, tmp_path, {*PROJECTIONS, "relative"}, sums=1)
+    check_split(b, tmp_path, {*PROJECTIONS, "relative"}, MORE_THAN_HEADS, sums=1)
 
 
 def test_cross_attention_is_sharded_by_heads(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_cross_attention_is_sharded_by_heads(tmp_path: Path) -> None:
     x = normed(b)
     other = b.op("Softmax", b.data("memory", (2, 7, HIDDEN), ["n", "s", HIDDEN]))
     finish(b, attend(b, project(b, x, "q"), project(b, other, "k"), project(b, other, "v")))
-    check_split(b, tmp_path, PROJECTIONS, sums=1)
+    check_split(b, tmp_path, PROJECTIONS, MORE_THAN_HEADS, sums=1)
 
 
 def cached(b: Block, v: ir.Value, name: str, kv_heads: int, past: int = 3) -> ir.Value:
@@ -129,7 +129,7 @@ def test_cache_is_split_by_head_and_runs_at_other_lengths(kv_heads: int, tmp_pat
     finish(b, attend(b, project(b, x, "q"), repeat(k), repeat(v)))
     b.give(k, "present_k", ["n", kv_heads, "total", HEAD])
     b.give(v, "present_v", ["n", kv_heads, "total", HEAD])
-    plans = check_split(b, tmp_path, PROJECTIONS, sums=1)
+    plans = check_split(b, tmp_path, PROJECTIONS, MORE_THAN_HEADS, sums=1)
     for plan in plans:
         compile_model(plan, tmp_path / "package", force=True, verify=False)
         feeds = dict(b.feeds)
