@@ -21,7 +21,7 @@ from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders, write_json
 from tests.helpers.mixtures import mixture
 
-WORDS, WIDTH, LAYERS = 40, 256, 3
+WORDS, WIDTH, LAYERS = 40, 256, 4
 DECODER = Size(layers=2, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
 # Makes a file or folder at a path. It may need others of this table.
 Maker = Callable[["Files", Path], object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,9 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "LARGEST", 1 << 18)
 
 
+@cache
 def plan_of(decoder: Path, mode: str) -> Plan:
+    """A plan, for all tests: what they patch is read when a package is written."""
     request = Request(split_mode=mode, memory=["1GiB"])
     return plan_model(decoder, ["2xcpu"], replace(request, row_min=2) if mode == "row" else request)
 
@@ -182,7 +185,7 @@ def test_shard_of_the_wrong_rows_is_found(decoder: Path, tmp_path: Path, monkeyp
         }
         return CutTensor(tensor, moved, shape, name)  # type: ignore[arg-type]  # as shards are cut
 
-    plan = plan_of(decoder, "tensor")
+    plan = plan_of.__wrapped__(decoder, "tensor")  # which has cut no weight
     monkeypatch.setattr(shards, "CutTensor", shifted)
     with pytest.raises(OutputsDifferError, match="Nothing was written"):
         compile_model(plan, tmp_path / "package")
