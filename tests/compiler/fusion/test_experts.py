@@ -62,7 +62,7 @@ def test_experts_are_right_as_one_operator(tmp_path: Path, name: str, devices: l
     (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "experts"]
     assert (outcome.operator, outcome.why) == ("MoE", None)
     assert not any("depend on data" in warning for warning in plan.warnings)
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     for rank in read_manifest(tmp_path / "package").ranks:
         nodes = [node.op_type for node in onnx.load(tmp_path / "package" / rank.engines[0].path).graph.node]
         assert nodes.count("MoE") == 1 and "If" not in nodes
@@ -78,7 +78,7 @@ def test_experts_are_right_as_one_operator(tmp_path: Path, name: str, devices: l
 @pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
 def test_rows_in_another_order_stay_sorted(tmp_path: Path, devices: list[str]) -> None:
     how = Grouped(activation="first", odd="back", inner=48, normed=True, dtype=HALF)
-    compile_model(planned(how, tmp_path, devices), tmp_path / "package")
+    compile_model(planned(how, tmp_path, devices), tmp_path / "package", verify=False)
     nodes = [node.op_type for node in onnx.load(tmp_path / "package/rank0/stage0.onnx").graph.node]
     assert nodes.count("MoE") == 1 and nodes.count("TopK") == 2
     with Session(tmp_path / "package", devices=[f"cpu{number}" for number in range(len(devices))]) as session:

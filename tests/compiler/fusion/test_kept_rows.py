@@ -75,7 +75,7 @@ def test_what_may_follow_the_last_product(tmp_path: Path, name: str) -> None:
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer"))
     (outcome,) = [outcome for outcome in plan.analysis.outcomes if outcome.kind == "rows"]
     assert (outcome.operator is None) == (why is not None) and (why or "") in (outcome.why or "")
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     expected = run_whole(tmp_path / "model.onnx", GIVEN)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(GIVEN), expected)

@@ -83,10 +83,14 @@ def called(nodes: list[ir.Node]) -> list[str]:
     return [node.op_type for node in nodes if node.domain == FUNCTIONS]
 
 
-@pytest.mark.parametrize("convolution", [CONV, NO_BIAS, FEW], ids=["bias", "no bias", "few results"])
-@pytest.mark.parametrize("activation", [SILU, BARE], ids=["SiLU", "no activation"])
+# Each norm with each convolution, and each of both with each activation.
 @pytest.mark.parametrize(
-    "norm", [BY_SIZES, STATED, UNSQUEEZED, OPERATOR], ids=["by sizes", "by a shape", "unsqueezed", "operator"]
+    ("norm", "activation", "convolution"),
+    [
+        (norm, (SILU, BARE)[(one + other) % 2], convolution)
+        for one, norm in enumerate((BY_SIZES, STATED, UNSQUEEZED, OPERATOR))
+        for other, convolution in enumerate((CONV, NO_BIAS, FEW))
+    ],
 )
 def test_each_form_has_channels_last(tmp_path: Path, norm: str, activation: str, convolution: str) -> None:
     nodes = engine(f"{norm}  {activation}  {convolution}", tmp_path, verify=False)

@@ -53,8 +53,9 @@ def test_what_is_no_product_of_grouped_rows(tmp_path: Path, odd: str) -> None:
     assert not any(find_row_groups(node) for node in graph)
 
 
-@pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]], ids=len)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, ["cuda0", "cuda1"]) for name in FORMS), ([*FORMS][-1], ["cuda0"])]
+)
 def test_both_branches_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, devices: Sequence[str]
 ) -> None:
@@ -63,7 +64,7 @@ def test_both_branches_are_right(
     path = saved(FORMS[name], tmp_path)
     mode = "tensor" if len(devices) > 1 else "layer"
     plan = plan_model(path, devices, Request(split_mode=mode, spread=True, memory=["1GiB"]))
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     for rank in read_manifest(tmp_path / "package").ranks:
         (engine,) = rank.engines
         assert not engine.data_sizes and engine.branches_by_sizes and not engine.not_captured

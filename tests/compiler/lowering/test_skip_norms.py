@@ -74,20 +74,21 @@ def engines(model: onnx.ModelProto, folder: Path, devices: list[str], mode: str 
     return folder / "package", [name for graph in graphs for name in operators(graph)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("float", 1e-5)])
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+# Each pair of a form and a mode, of a form and a type, and of a mode and a type.
+@pytest.mark.parametrize(("dtype", "tolerance", "even"), [("float16", 2e-2, "layer"), ("float", 1e-5, "tensor")])
 @pytest.mark.parametrize(
-    ("block", "skip"),
+    ("block", "skip", "turn"),
     [
-        (BLOCK, "SkipLayerNormalization"),
-        (ROOT, "SkipSimplifiedLayerNormalization"),
-        (LATE, "SkipSimplifiedLayerNormalization"),
-        (NEWER, "SkipSimplifiedLayerNormalization"),
+        (BLOCK, "SkipLayerNormalization", False),
+        (ROOT, "SkipSimplifiedLayerNormalization", True),
+        (LATE, "SkipSimplifiedLayerNormalization", False),
+        (NEWER, "SkipSimplifiedLayerNormalization", True),
     ],
 )
 def test_packages_for_gpus_add_and_norm_at_once(
-    tmp_path: Path, block: str, skip: str, mode: str, dtype: str, tolerance: float
+    tmp_path: Path, block: str, skip: str, turn: bool, dtype: str, tolerance: float, even: str
 ) -> None:
+    mode = {"layer": "tensor", "tensor": "layer"}[even] if turn else even
     model = written(block, dtype=dtype)
     package, made = engines(model, tmp_path, ["cuda0", "cuda1"], mode)
     ranks = 1 if mode == "layer" else 2

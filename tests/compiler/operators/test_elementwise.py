@@ -128,9 +128,16 @@ GRAPHS: dict[str, Tiny] = {
 }
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in OF_ONE.split()])
 def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_operators_of_one_value_are_sharded(first: int, tmp_path: Path) -> None:
+    """Eight of them in one graph, which adds their results. A weight that stays whole has the reason: a node's name."""
+    kinds = OF_ONE.split()[first::4]
+    sandwich(lambda b, v: b.op("Sum", *(b.op(kind, v) for kind in kinds)), opset=20).check(tmp_path)
 
 
 def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
