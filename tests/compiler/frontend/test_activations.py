@@ -52,7 +52,7 @@ def check(folder: Path, expected: list[str]) -> None:
     operators = [node.op_type for node in read_graph(model).graph if node.domain == ""]
     assert [name for name in operators if name not in ("GlobalAveragePool", "Flatten")] == expected
     plan = plan_model(model, ["2xcpu"], Request(split_mode="tensor", shapes={"x": (2, 6, 8, 8)}))
-    compile_model(plan, folder / "package")
+    compile_model(plan, folder / "package", verify=False)
     fed = {"x": np.random.default_rng(1).standard_normal((3, 6, 5, 5)).astype(np.float32)}
     with Session(folder / "package") as session:
         assert_close(session.run(fed), run_whole(model, fed))

@@ -81,7 +81,7 @@ def test_layers_of_a_loop_are_split(write_model: WriteModel, text: str, mode: st
     plan = plan_model(model, "2xcpu", Request(split_mode=mode, spread=True))
     weights = [rank.memory.weights for rank in plan.ranks]
     assert sum(weights) < 1.1 * 4 * 2 * 16 * 32 * 4 and max(weights) < 1.1 * sum(weights) / 2
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         for rows in (1, 5):
             feeds = {"x": np.random.default_rng(rows).standard_normal((rows, 16), np.float32)}

@@ -154,7 +154,7 @@ def test_a_plan_keeps_its_adapters(decoder: Path, tmp_path: Path) -> None:
     assert "--lora says" in splitc(*again, code=2).stderr
     with Session(tmp_path / "package") as session:
         given = session.run(decoder_feeds())
-    compile_model(plan_model(decoder, "2xcpu", LAYER), tmp_path / "plain")
+    compile_model(plan_model(decoder, "2xcpu", LAYER), tmp_path / "plain", verify=False)
     with Session(tmp_path / "plain") as session:
         assert np.abs(given["logits"] - session.run(decoder_feeds())["logits"]).max() > 0.01
 
