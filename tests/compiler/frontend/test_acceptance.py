@@ -38,10 +38,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path | bytes]:
 
 
 def test_layers_that_repeat_are_asked_once(tmp_path: Path, asked: list[Path | bytes]) -> None:
-    for layers in (3, 12):
+    for layers in (3, 8):
         analyze(decoder(tmp_path, layers), AskedShapes(), 1)
     few, many = (len(onnx.load_from_string(content).graph.node) for content in asked if isinstance(content, bytes))
-    assert many - few < 9 * 6  # a layer has 70 nodes, and its cache makes outputs of the model
+    assert many - few < 5 * 6  # a layer has 70 nodes, and its cache makes outputs of the model
     assert len(asked) == 2
 
 
