@@ -51,12 +51,27 @@ DECODER = Size(LAYERS, hidden=HEADS * HEAD, heads=HEADS, kv_heads=KV_HEADS, feed
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder for tests, in place of the user's. Test processes that run at the same time share it."""
+    """A cache folder for tests, in place of the user's. Test processes that run at the same time share it.
+
+    The script that draws pages, which takes seconds to make, is there from earlier runs.
+    """
     here = tmp_path_factory.getbasetemp()
-    shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
+    shared = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "cache"
+    copy_scripts(SCRIPTS, shared / "splitc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        patch.setenv("XDG_CACHE_HOME", str(shared))
         yield
+    copy_scripts(shared / "splitc", SCRIPTS)
+
+
+def copy_scripts(source: Path, target: Path) -> None:
+    """Copy the scripts that the target lacks, each at once, since other test processes may do so too."""
+    for script in source.glob("vega-*.js"):
+        if not (target / script.name).exists():
+            target.mkdir(parents=True, exist_ok=True)
+            written = target / f".{script.name}.{os.getpid()}"
+            shutil.copyfile(script, written)
+            written.replace(target / script.name)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +82,8 @@ def options_as_typed() -> Iterator[None]:
 
 
 KEPT = KeptAnalyses()
+# The scripts that earlier runs made: their names have the versions of what makes them.
+SCRIPTS = Path(__file__).resolve().parents[1] / ".cache" / "scripts"
 # Tests of the runtime patch nothing that analyses read.
 RUNTIME = Path(__file__).with_name("runtime")
 
