@@ -28,9 +28,16 @@ TYPES = ["f4", "f8", "f2", ml_dtypes.bfloat16, "i4", "i8", "u4", "i1", "u1"]
 CHAIN = 12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("ranks", "operation"), [(2, SUM), (3, SUM), (3, MAX)])
+# Each type in each kind of memory and by each operation; each number of ranks and operation in each kind.
+COMBINED = [
+    *((3, SUM, dtype, kind) for dtype in TYPES for kind in KINDS),
+    *((3, MAX, dtype, KINDS[0]) for dtype in TYPES),
+    *((ranks, operation, "f4", kind) for ranks, operation in ((2, SUM), (3, MAX)) for kind in KINDS[1:]),
+    (2, SUM, "f4", KINDS[0]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "operation", "dtype", "kind"), COMBINED)
 def test_arrays_are_combined_in_the_order_of_the_ranks(ranks: int, operation: int, dtype: Any, kind: str) -> None:
     ends = meet(ranks, kind=kind)
     sizes = (1, 7, 64, 1000, *([300_000] if kind == "memory" else []))  # more than is staged at a time

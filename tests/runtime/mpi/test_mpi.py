@@ -210,7 +210,8 @@ def test_process_that_dies_or_hangs_on_another_host_ends_all(decoder: Path, mpi:
     signal_rank(mpi, process, 1, number)
     began = time.monotonic()
     code, shown = ended(process)
-    assert code != 0 and time.monotonic() - began < 10 - (life.PATIENCE - 2.5)
+    spared = 0 if number == signal.SIGKILL else life.PATIENCE - 2.5  # a hang is noticed so much sooner than by default
+    assert code != 0 and time.monotonic() - began < 10 - spared
     assert number == signal.SIGKILL or "rank 1 (cpu1 on node1) hangs" in shown
 
 
