@@ -58,6 +58,9 @@ STYLES = {
     "MultiHeadAttention": replace(OPTIMUM, operator="fused"),
     "MultiHeadAttention with the past": replace(OPTIMUM, operator="fused past", groups=1, attributes=(("scale", 0.2),)),
 }
+# What layers share is the same in most styles: these have two, the others one.
+DEEP = ("transformers", "optimum", "lengths of the mask", "blank rows", "operator", "operator that hides later tokens")
+STYLES = {name: style if name in DEEP else replace(style, layers=1) for name, style in STYLES.items()}
 
 
 def analyzed(style: Style, folder: Path, batch: int = 1, new: int = 1, past: int = 5) -> Analysis:

@@ -91,14 +91,12 @@ def run_each(model: onnx.ModelProto, inputs: Sequence[dict[str, np.ndarray]]) ->
 @pytest.mark.parametrize("number", range(0, len(FORMS)))
 def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> None:
     form = FORMS[number]
-    model = write(form, SIZE, blocks=2, seed=1)
+    blocks = 2 if number % 4 == 0 else 1
+    model = write(form, SIZE, blocks, seed=1)
     made = fused(model, tmp_path, SIZE, form)
-    assert made.outcomes == (
-        Outcome(made.outcomes[0].place, "MultiHeadAttention"),
-        Outcome(made.outcomes[1].place, "MultiHeadAttention"),
-    )
+    assert made.outcomes == tuple(Outcome(outcome.place, "MultiHeadAttention") for outcome in made.outcomes)
     names = operators(made.graph.graph)
-    assert names.count("com.microsoft.MultiHeadAttention") == 2 and "Softmax" not in names
+    assert names.count("com.microsoft.MultiHeadAttention") == len(made.outcomes) == blocks and "Softmax" not in names
     if form.keys == "around":
         assert "Transpose" not in names
     proto = ir.to_proto(made.graph.model)

@@ -280,7 +280,7 @@ def test_arrays_take_the_place_of_a_file(slotted: Callable[[str], Path], files: 
         assert_close(session.run(decoder_feeds(2, 5, 3), adapters="arrays"), one)
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(3, 8))
 def test_random_damage_is_refused_or_harmless(
     slotted: Callable[[str], Path], files: Mapping[str, Path], seed: int, tmp_path: Path
 ) -> None:
