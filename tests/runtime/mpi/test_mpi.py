@@ -220,11 +220,11 @@ STOPPED = """
 import sys, time
 from splitc.runtime import Session
 from splitc.runtime.mpi import life, ranks
-life.PATIENCE = ranks.SILENCE = 1.5
+life.PATIENCE = ranks.SILENCE = 2.5
 with Session(sys.argv[1], threads=1) as session:
     list(session.generate([1], max_new_tokens=1))
     print("runs", flush=True)
-    end = time.monotonic() + 4
+    end = time.monotonic() + 6
     while time.monotonic() < end:
         list(session.generate([1], max_new_tokens=1))
         time.sleep(0.1)
@@ -236,7 +236,7 @@ def test_stop_of_all_ranks_does_not_break_the_session(decoder: Path) -> None:
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
     for rank in range(2):
         signal_rank(MPIS[0], process, rank, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(4)
     for rank in range(2):
         signal_rank(MPIS[0], process, rank, signal.SIGCONT)
     assert ended(process) == (0, "")

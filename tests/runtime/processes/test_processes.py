@@ -232,7 +232,7 @@ import sys
 from splitc.runtime import Session
 from splitc.runtime.processes import ranks
 from tests.helpers.feeds import decoder_feeds
-ranks.PATIENCE = 1.5
+ranks.PATIENCE = 2.5
 with Session(sys.argv[1], threads=1, ranks="processes") as session:
     for _ in range(2):
         session.run(decoder_feeds())
@@ -252,7 +252,7 @@ def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None
     )
     assert caller.stdout is not None and caller.stdout.readline() == "ran\n"
     os.killpg(caller.pid, signal.SIGSTOP)
-    time.sleep(2.5)
+    time.sleep(4)
     os.killpg(caller.pid, signal.SIGCONT)
     time.sleep(1.5)  # for some looks at the ranks
     shown, _ = caller.communicate("\n\n", timeout=60)
