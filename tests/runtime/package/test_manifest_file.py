@@ -123,6 +123,11 @@ def test_ranks_have_engines_of_their_own(layers: Path) -> None:
     refused(layers, swap, r"rank 0 has the engine 'rank1/stage1\.onnx', which is not in the folder rank0")
 
 
+def test_weights_lie_in_their_files(layers: Path) -> None:
+    match = r"the weight '.*' ends outside of its file 'rank0/stage0\.weights'"
+    refused(layers, lambda m: m["ranks"][0]["engines"][0]["weights"][0].__setitem__(4, 1 << 40), match)
+
+
 def test_states_grow_along_an_axis_that_they_have(layers: Path) -> None:
     refused(layers, lambda m: m["states"][0].update(grows=99), "grows along axis 99, and it has 4 axes")
 
@@ -192,6 +197,7 @@ def in_runs(*places: tuple[int, int]) -> Fields:
         (lambda m: shard(m, 2, "logits")["axes"][0].update(in_runs((0, 4), (5, 9999))), "no possible shard"),
         (lambda m: shard(m, 2, "logits")["axes"][0].update(in_runs((4, 4))), "no possible shard"),
         (lambda m: shard(m, 2, "logits").update(name="x"), "shard of 'x', which it neither takes nor gives"),
+        (lambda m: m["ranks"][2]["parts"].append(shard(m, 2, "logits")), "rank 2 has 2 shards of 'logits'"),
     ],
 )
 def test_shards_that_are_not_all(stages: Path, how: Change, message: str) -> None:
