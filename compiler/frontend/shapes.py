@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from types import MappingProxyType
 import onnx_ir as ir
 import sympy
 
+from splitc.compiler.frontend.carried import forget_inferred, free_changing_states, is_made_up
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
 from splitc.compiler.frontend.inference import infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
@@ -24,8 +24,6 @@ from splitc.runtime.arrays.array import Array
 # The characters of the longest dimension that is parsed as an expression (by sympy, which onnx_ir depends on).
 # A choice, against models that are damaged or made to harm. With 40 the plans of 11 models are the same.
 LONGEST = 200
-# Symbols that onnx-shape-inference generates for unknown sizes.
-MADE_UP = re.compile(r"_d\d+")
 
 
 @dataclass(frozen=True)
@@ -105,24 +103,22 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
         for value in node.outputs:
             value.shape = None
     observed = infer_shapes_and_types(model, folds)
+    while free_changing_states(model.graph):
+        forget_inferred(model.graph)
+        observed |= infer_shapes_and_types(model, folds)
     for value, shape in declared.items():
         made = value.shape
-        if made is None or (shape is not None and len(shape) == len(made) and all(map(_is_made_up, made))):
+        if made is None or (shape is not None and len(shape) == len(made) and all(map(is_made_up, made))):
             value.shape = shape
         elif shape is not None and len(shape) == len(made):
             pairs = zip(made, shape, strict=True)
             # A number may be wrong where inference does not know one: it is of the inputs that were traced.
-            value.shape = ir.Shape([own if _is_made_up(size) and _is_name(own) else size for size, own in pairs])
+            value.shape = ir.Shape([own if is_made_up(size) and _is_name(own) else size for size, own in pairs])
     return observed
 
 
 def _is_name(size: int | ir.SymbolicDim) -> bool:
     return not isinstance(size, int) and _is_readable(size)
-
-
-def _is_made_up(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is unknown: it has no symbol, or one that inference generated."""
-    return isinstance(size, ir.SymbolicDim) and (size.value is None or MADE_UP.fullmatch(size.value) is not None)
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:

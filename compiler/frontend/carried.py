@@ -1,0 +1,54 @@
+"""States of loops whose sizes change from one iteration to the next: their sizes are unknown.
+
+A body's inputs have the sizes with which its states begin, by inference or as torch's exporter declares them. So a list
+of tokens that begins empty would have one token in all iterations, and behind the loop.
+"""
+
+from __future__ import annotations
+
+import re
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.reads import all_nodes
+
+# The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
+LEADING, GOES_ON = 2, 1
+# Symbols that onnx-shape-inference generates for unknown sizes.
+MADE_UP = re.compile(r"_d\d+")
+
+
+def free_changing_states(graph: ir.Graph) -> bool:
+    """Make sizes of states unknown that differ after an iteration, in place, by the inferred shapes of bodies.
+
+    Returns whether there are any that were known. Then shapes have to be inferred again, which may free others.
+    """
+    is_changed = False
+    for loop in [node for node in all_nodes(graph) if is_onnx(node, "Loop")]:
+        body = loop.attributes["body"].as_graph()
+        for place in range(len(loop.inputs) - LEADING):
+            state, after = body.inputs[LEADING + place], body.outputs[GOES_ON + place].shape
+            if state.shape is None or after is None or len(after) != len(state.shape):
+                continue
+            sizes = [
+                own if own == new or is_made_up(own) else None for own, new in zip(state.shape, after, strict=True)
+            ]
+            if None in sizes:
+                state.shape, is_changed = ir.Shape(sizes), True
+    return is_changed
+
+
+def forget_inferred(graph: ir.Graph) -> None:
+    """Drop all shapes and constants that inference has set, in place."""
+    for node in all_nodes(graph):
+        for value in node.outputs:
+            value.shape = value.const_value = None
+        for value in node.attributes["body"].as_graph().inputs if is_onnx(node, "Loop") else ():
+            if value.shape is not None:
+                value.shape = ir.Shape([None if is_made_up(size) else size for size in value.shape])
+
+
+def is_made_up(size: int | ir.SymbolicDim) -> bool:
+    """Whether a size is unknown: it has no symbol, or one that inference generated."""
+    return isinstance(size, ir.SymbolicDim) and (size.value is None or MADE_UP.fullmatch(size.value) is not None)

@@ -1,0 +1,63 @@
+"""States of loops that grow have no size that is known: sizes behind a loop were those of its first iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.runtime import Session
+from tests.conftest import run_whole
+from tests.helpers.graphs import read_graph
+
+WriteModel = Callable[[str], Path]
+# Steps are listed along the second axis. Before the last one, `former` has one row less.
+MODEL = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[rows, 4] x, int64 steps) => (float y, int64 count, int64 before, float[rows, 4] last)
+<int64[1] one = {{1}}, int64[1] zero = {{0}}, int64[1] width = {{4}}, bool yes = {{1}}> {{
+    own = Shape (x)  some = Gather (own, zero)  empty = Concat <axis = 0> (some, zero, width)
+    listed = ConstantOfShape (empty)
+    grown, former, last = Loop <body = body
+      (int64 i, bool going, float[{0}] list, float[{0}] old, float[rows, 4] h)
+      => (bool goes_on, float{1} longer, float{1} kept, float[rows, 4] next) {{
+        goes_on = Identity (going)
+        next = Sin (h)
+        row = Unsqueeze (next, one)
+        longer = Concat <axis = 1> (list, row)
+        kept = Identity (list)
+    }}> (steps, yes, listed, listed, x)
+    all = Shape (grown)  count = Gather (all, one)
+    others = Shape (former)  before = Gather (others, one)
+    long = Cast <to = 1> (count)  y = Div (grown, long)
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [("rows, 0, 4", "[rows, 0, 4]"), ("rows, 0, 4", "[rows, more, 4]"), ("rows, some, 4", "[rows, more, 4]")],
+)
+def test_sizes_behind_a_loop_are_those_of_its_last_iteration(
+    write_model: WriteModel, tmp_path: Path, begins: str, ends: str
+) -> None:
+    """As torch's exporter declares the states of a scripted loop: with the sizes that they have first."""
+    model = write_model(MODEL.format(begins, ends))
+    compile_model(plan_model(model, "2xcpu", Request(split_mode="layer")), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for rows, steps in ((1, 1), (2, 3), (3, 5)):
+            feeds = {"x": np.random.default_rng(rows).random((rows, 4), np.float32), "steps": np.array(steps)}
+            made = session.run(feeds)
+            for name, expected in run_whole(model, feeds).items():
+                np.testing.assert_allclose(made[name], expected, 1e-6)
+
+
+def test_sizes_of_states_that_stay_are_known(write_model: WriteModel) -> None:
+    graph = read_graph(write_model(MODEL.format("rows, 0, 4", "[rows, 0, 4]")))
+    infer_shapes(graph.model)
+    (loop,) = (node for node in graph.nodes if node.op_type == "Loop")
+    grown, _, last = (value.shape for value in loop.outputs)
+    assert [str(size) for size in last or ()] == ["rows", "4"]
+    assert grown is not None and str(grown[0]) == "rows" and not isinstance(grown[1], int) and grown[2] == 4
