@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
+from splitc.compiler.frontend.loops import goes_on
 from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
@@ -79,6 +80,20 @@ def _of_both_branches(rule: Rule) -> Rule:
         for number, value in enumerate(node.outputs):
             if any(branch.outputs[number].shape is None for branch in branches):
                 value.shape = None
+
+    return infer
+
+
+def _of_ended_loops(rule: Rule) -> Rule:
+    """The rule of Loop, corrected: one that a condition may end has not run as often as it may."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        stacked = () if goes_on(node) else node.outputs[len(node.inputs) - 2 :]
+        count = context.new_symbolic_dim() if stacked else None
+        for value in stacked:
+            if value.shape is not None:
+                value.shape = ir.Shape([count, *value.shape[1:]])
 
     return infer
 
@@ -285,6 +300,7 @@ CORRECTED: dict[tuple[str, str], Callable[[Rule], Rule]] = {
     ("", "Where"): _of_compared_sizes,
     ("", "Slice"): lambda rule: _of_places(_not_beyond(rule)),
     ("", "If"): _of_both_branches,
+    ("", "Loop"): _of_ended_loops,
     ("", "Split"): _of_given_sizes,
     ("", "Concat"): _of_grouped_rows,
 }

@@ -73,7 +73,7 @@ def _repeated(node: ir.Node) -> _Repeated | None:
     if node.op_type == "Loop":
         carried, parted = [value for value in node.inputs[2:] if value is not None], list[ir.Value]()
         (count,) = constant_numbers(node.inputs[0]) or [0]
-        count *= _goes_on(node)
+        count *= goes_on(node)
     else:
         place = len(inputs) - node.attributes["num_scan_inputs"].as_int()
         carried, parted = inputs[:place], inputs[place:]
@@ -83,11 +83,11 @@ def _repeated(node: ir.Node) -> _Repeated | None:
     return _Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
 
 
-def _goes_on(loop: ir.Node) -> bool:
+def goes_on(loop: ir.Node) -> bool:
     """Whether no condition ends a Loop."""
     body = loop.attributes["body"].as_graph()
-    goes_on = source_through(body.outputs[0], "Identity")
-    return _is_true(loop.inputs[1]) and (goes_on is body.inputs[1] or _is_true(goes_on))
+    after = source_through(body.outputs[0], "Identity")
+    return _is_true(loop.inputs[1]) and (after is body.inputs[1] or _is_true(after))
 
 
 def _is_true(condition: ir.Value | None) -> bool:

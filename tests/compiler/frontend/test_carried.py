@@ -61,3 +61,30 @@ def test_sizes_of_states_that_stay_are_known(write_model: WriteModel) -> None:
     grown, _, last = (value.shape for value in loop.outputs)
     assert [str(size) for size in last or ()] == ["rows", "4"]
     assert grown is not None and str(grown[0]) == "rows" and not isinstance(grown[1], int) and grown[2] == 4
+
+
+# Numbers are doubled until one is 100 or more, at most ten times.
+ENDED = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[rows, 4] x) => (float y, int64 count)
+<int64 ten = {10}, int64[1] zero = {0}, bool yes = {1}, float most = {100}> {
+    begin = Abs (x)
+    last, listed = Loop <body = body
+      (int64 i, bool going, float[rows, 4] h) => (bool goes_on, float[rows, 4] next, float[rows, 4] item) {
+        next = Add (h, h)
+        largest = ReduceMax <keepdims = 0> (next)
+        goes_on = Less (largest, most)
+        item = Identity (next)
+    }> (ten, yes, begin)
+    sizes = Shape (listed)  count = Gather (sizes, zero)  long = Cast <to = 1> (count)  y = Div (listed, long)
+}"""
+
+
+def test_a_loop_that_a_condition_ends_lists_fewer_items_than_it_may(write_model: WriteModel, tmp_path: Path) -> None:
+    model = write_model(ENDED)
+    compile_model(plan_model(model, "2xcpu", Request(split_mode="layer")), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for largest, count in ((30, 2), (0.01, 10), (99, 1)):
+            feeds = {"x": np.full((2, 4), largest, np.float32)}
+            made, expected = session.run(feeds), run_whole(model, feeds)
+            assert made["count"] == expected["count"] == [count]
+            np.testing.assert_allclose(made["y"], expected["y"], 1e-6)
