@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.loops import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx, made_by
-
-# The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
-LEADING, GOES_ON = 2, 1
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ import re
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.loops import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import all_nodes
 
-# The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
-LEADING, GOES_ON = 2, 1
 # Symbols that onnx-shape-inference generates for unknown sizes.
 MADE_UP = re.compile(r"_d\d+")
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.loops import goes_on
+from splitc.compiler.frontend.loops import LEADING, goes_on
 from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
@@ -52,23 +52,22 @@ def _of_places(rule: Rule) -> Rule:
         is_list = made.shape is not None and len(made.shape) == 1
         if sizes is not None and is_list and bounds and len(bounds) == len(node.inputs) - 1:
             start, end, step = (bound[0] for bound in (*bounds[:2], bounds[3] if len(bounds) > 3 else [1]))
-            picked = [sizes[place] for place in _places(len(sizes), start, end, step)]
+            picked = sizes[_places(len(sizes), start, end, step)]
             made.shape, made.const_value = ir.Shape([len(picked)]), None  # in place of the rule's own
             context.set_symbolic_value(made, picked)
 
     return infer
 
 
-def _places(length: int, start: int, end: int, step: int) -> range:
-    """The places that a Slice takes of an axis of this length.
+def _places(length: int, start: int, end: int, step: int) -> slice:
+    """The places that a Slice takes of an axis of this length: those of Python, but for two differences backwards.
 
-    https://onnx.ai/onnx/operators/onnx__Slice.html says how they are clamped. ONNX Runtime takes the greatest integer
-    for an end before the first place, if it goes backwards.
+    A start before the first place is the first one (https://onnx.ai/onnx/operators/onnx__Slice.html), and ONNX Runtime
+    takes the greatest integer for an end before it.
     """
-    first, last = (place + length if place < 0 else place for place in (start, end))
     if step > 0:
-        return range(min(max(first, 0), length), min(max(last, 0), length), step)
-    return range(min(max(first, 0), length - 1), -1 if end >= GREATEST else min(max(last, -1), length - 1), step)
+        return slice(start, end, step)
+    return slice(max(start, -length), None if end >= GREATEST else end, step)
 
 
 def _of_both_branches(rule: Rule) -> Rule:
@@ -89,7 +88,7 @@ def _of_ended_loops(rule: Rule) -> Rule:
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
-        stacked = () if goes_on(node) else node.outputs[len(node.inputs) - 2 :]
+        stacked = () if goes_on(node) else node.outputs[len(node.inputs) - LEADING :]
         count = context.new_symbolic_dim() if stacked else None
         for value in stacked:
             if value.shape is not None:

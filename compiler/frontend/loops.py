@@ -22,6 +22,8 @@ from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, sub
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.nodes import unused_name
 
+# The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
+LEADING, GOES_ON = 2, 1
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
 # and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.
 ITERATIONS, NODES = 160, 10_000
@@ -71,7 +73,7 @@ def _repeated(node: ir.Node) -> _Repeated | None:
     """The loop of a node; None if it is not known how often it runs, or if it runs too often."""
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type == "Loop":
-        carried, parted = [value for value in node.inputs[2:] if value is not None], list[ir.Value]()
+        carried, parted = [value for value in node.inputs[LEADING:] if value is not None], list[ir.Value]()
         (count,) = constant_numbers(node.inputs[0]) or [0]
         count *= goes_on(node)
     else:

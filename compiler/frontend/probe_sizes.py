@@ -113,12 +113,13 @@ class Probes:
         alike = {name: firsts.setdefault(size, name) for name, size in self._symbols.items()}
         equal = {name: first for name, first in alike.items() if first != name}
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
-        kinds = (self._same_rows, self._same, self._caches, equal)
+        kinds, tried = (self._same_rows, self._same, self._caches, equal), list[Mapping[str, int]]()
         for same, least, pair in itertools.product(kinds if self._symbols else (), (0, 1), self._pairs):
             numbers = {**self._numbers(True, same, least, primes=primes(3), pair=pair), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
-                if factor == 1 or scaled != numbers:
+                if scaled not in tried:  # several ways lead to the same sizes
+                    tried.append(scaled)
                     yield self._bind(scaled)
 
     def _scales(self, name: str, factor: int) -> bool:

@@ -12,7 +12,6 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
@@ -21,7 +20,7 @@ from splitc.compiler.operators.operation import Axes
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
-from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes, probes_of
 from splitc.compiler.sharding.batch import BatchAxes, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
@@ -66,7 +65,7 @@ def rows_of_micro_batches(analysis: Analysis) -> Mapping[str, int] | None:
 def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
     """The batch; or why there is none, and what to do. Cached, since auto mode needs it for each way."""
     graph, bound = analysis.graph, probe_sizes(analysis)
-    probes = Probes(graph, analysis.shapes, analysis.costs.certain)
+    probes = probes_of(analysis)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
         return (
             f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "

@@ -127,12 +127,7 @@ def slice_(op: Operation) -> None:
     steps = op.numbers(4) if op.has(4) else [1] * len(axes)
     if starts is None or steps is None:
         return
-    bounds = [
-        (None, _same_axis(op, axis))
-        if (start, end, step) == (0, None, 1)
-        else _slice_axis(op, source[axis], target[axis], start, end, step)
-        for axis, start, end, step in zip(sliced, starts, ends or [None] * len(axes), steps, strict=True)
-    ]
+    bounds = [_slice_axis(op, *bound) for bound in zip(sliced, starts, ends or [None] * len(axes), steps, strict=True)]
     before, until = [start for start, _ in bounds], [end for _, end in bounds]
     if op.numbers_of("starts") is not None:
         op.attributes.update(starts=before, ends=until)
@@ -155,12 +150,17 @@ def _same_axis(op: Operation, place: int) -> Axis | None:
 
 
 def _slice_axis(
-    op: Operation, source: Axis, target: Axis, start: int | None, end: int | None, step: int
+    op: Operation, place: int, start: int | None, end: int | None, step: int
 ) -> tuple[Axis | None, Axis | None]:
-    """Relate an axis to a slice of it: a section, or the major factor if it is strided. With unknown bounds, neither.
+    """Relate the axis at `place` to a slice of it: a section, or the major factor if it is strided.
+
+    With unknown bounds it is neither, but may be whole.
 
     Returns the axes whose sizes `start` and `end` are; None for a bound that does not depend on the rank.
     """
+    source, target = op.input(0)[place], op.output()[place]
+    if end is None and (start, step) == (0, 1):
+        return None, _same_axis(op, place)
     if start is None or end is None:
         return None, None
     size = ax.size_of(source)

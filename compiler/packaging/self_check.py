@@ -15,13 +15,13 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.fitted_sizes import WHOLE
-from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.axis_map import probes_of, small_sizes
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
@@ -275,10 +275,9 @@ def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     Before them come small sizes that the rewritten graph refuses. If it does so by a fault, no others would show it.
     """
     analysis = plan.analysis
-    probes = Probes(analysis.graph, analysis.shapes, analysis.costs.certain)
-    refused = list({tuple(bound.shapes.items()): bound.shapes for bound in probes.refused()}.values())
-    small = [bound.shapes for bound in probes.small()]
-    for shapes in (*refused[:MOST_REFUSED], *small, plan.split.probe_shapes.shapes, analysis.shapes):
+    refused = probes_of(analysis).refused()[:MOST_REFUSED]
+    small = [bound.shapes for bound in (*refused, *small_sizes(analysis))]
+    for shapes in (*small, plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]
 

@@ -86,15 +86,21 @@ def find_axes(
 
 
 @remembered
+def probes_of(analysis: Analysis) -> Probes:
+    """Other sizes for an analyzed model."""
+    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain)
+
+
+@remembered
 def probe_sizes(analysis: Analysis) -> BoundShapes:
     """The shapes for probe sizes, with which axes are related."""
-    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).distinct()
+    return probes_of(analysis).distinct()
 
 
 @remembered
 def small_sizes(analysis: Analysis) -> list[BoundShapes]:
     """Shapes of few elements, with which the model, or a part of it, can be run."""
-    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).small()
+    return probes_of(analysis).small()
 
 
 def find_axes_separately(
