@@ -83,6 +83,17 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
         node.replace_input_with(number, value)
 
 
+def keep_directions(shards: Shards, node: ir.Node, operation: Operation) -> None:
+    """Give a recurrent network with one of two directions that direction, and its activations."""
+    if not shards.is_split(operation.directions):
+        return
+    (own,) = shards.indices(operation.directions)
+    node.attributes["direction"] = ir.AttrString("direction", ("forward", "reverse")[own])
+    if activations := node.attributes.get_strings("activations", None):
+        count = len(activations) // 2
+        node.attributes["activations"] = ir.AttrStrings("activations", activations[own * count : (own + 1) * count])
+
+
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
     """Make a Gather of a sharded table return zeros for rows that the rank does not have. The result is partial.
 

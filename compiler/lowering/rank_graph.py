@@ -90,6 +90,7 @@ class _RankGraph:
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
         forms.mask_unowned(self._editor, self._shards, node, operation)
+        forms.keep_directions(self._shards, node, operation)
         if operation.splits_evenly:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
         if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not

@@ -47,6 +47,7 @@ class Operation:
     - `reduced`: the axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum
       of squares, the mean of squares, or also the mean.
     - `splits_evenly`: it splits an axis into equal lengths, one for each output.
+    - `directions`: the axis of a recurrent network's two directions, forward and backward.
     """
 
     node: ir.Node
@@ -67,6 +68,7 @@ class Operation:
     reduced: Axis = ()
     statistics: int = 1
     splits_evenly: bool = False
+    directions: Axis = ()
     _touched: set[int] = field(default_factory=set)
 
     def has(self, *numbers: int) -> bool:

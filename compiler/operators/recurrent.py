@@ -19,13 +19,17 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def recurrent(op: Operation) -> None:
-    """Rows are independent. Inputs: data, weights of data and of states, bias, lengths, states (LSTM: 2), peepholes.
+    """Rows are independent, and so are directions.
 
-    Empty batches, which crash ONNX Runtime's kernels, do not occur: each rank has rows.
+    Inputs: data, weights of data and of states, bias, lengths, states (LSTM: 2), peepholes. Empty batches, which crash
+    ONNX Runtime's kernels, do not occur: each rank has rows. Directions stay together if activations have numbers of
+    their own, as not each of them takes one.
     """
     if op.number("layout", 0) == 0:
         rule = "s b i, d g i, d g h, d e, b, d b h, d b h, d p -> s d b h, d b h, d b h"
-        op.pattern(rule, whole="sidghep")
+        numbered = {"activation_alpha", "activation_beta"} & op.node.attributes.keys()
+        op.pattern(rule, whole="sighep" + ("d" if numbered else ""))
+        op.directions = op.input(1)[0] if op.has(1) else ()
 
 
 OPERATORS = (

@@ -210,6 +210,7 @@ def _settled(axis_map: AxisMap) -> AxisMap:
     for operation in axis_map.operations.values():
         operation.inputs, operation.outputs = list(map(settle, operation.inputs)), list(map(settle, operation.outputs))
         operation.contracted, operation.reduced = leaves_of(operation.contracted), leaves_of(operation.reduced)
+        operation.directions = leaves_of(operation.directions)
         for sizes in (*operation.sizes.values(), *operation.attributes.values()):
             for axis in (axis for axis in sizes if axis is not None):
                 ax.flatten_sections(axis)

@@ -35,6 +35,8 @@ RANKS = 3
 UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
 # For operators that require multiples of 8.
 EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
+# For the two directions of a recurrent network.
+DIRECTIONS = (1, 0, 1)
 # The ranks' shares of an axis of OUTER units together with its partner.
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
@@ -187,6 +189,7 @@ class _Maker:
             outputs=[self._axes(axes) for axes in operation.outputs],
             contracted=self._axis(operation.contracted),
             reduced=self._axis(operation.reduced),
+            directions=self._axis(operation.directions),
             sizes={number: self._sizes(sizes) for number, sizes in operation.sizes.items()},
             attributes={name: self._sizes(sizes) for name, sizes in operation.attributes.items()},
         )
@@ -298,7 +301,8 @@ def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Ra
             inner = sum(units[place % len(units)])
             ranges[atom], ranges[form.inner[atom]] = divide_units(OUTER, inner, SHARES)
         elif role == SHARDED or (role == PARTNER and atom not in form.inner.values()):
-            ranges[atom] = ranges_of(units[place % len(units)])
+            is_direction = atom in ax.atoms(form.operation.directions)
+            ranges[atom] = ranges_of(DIRECTIONS if is_direction else units[place % len(units)])
         else:
             continue
         place += 1

@@ -1,7 +1,8 @@
-"""Recurrent networks in one operator: replicated on every rank, with their cost."""
+"""Recurrent networks in one operator: whole on every rank, or a direction on each, and their cost."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,21 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.costs import node_flops
-from tests.helpers.blocks import Block
-from tests.helpers.operators import BATCH, INNER, PLACES, Middle, Tiny, check_operator, sandwich, stored, through
+from tests.helpers.blocks import Block, check_split
+from tests.helpers.operators import (
+    BATCH,
+    HIDDEN,
+    INNER,
+    PLACES,
+    TWO,
+    Middle,
+    Tiny,
+    check_operator,
+    sandwich,
+    softmax,
+    stored,
+    through,
+)
 
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
@@ -50,6 +64,50 @@ GRAPHS: dict[str, Tiny] = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
+
+
+# The activations of each direction.
+ACTIVATIONS = {
+    "GRU": ["Sigmoid", "Tanh", "HardSigmoid", "Softsign"],
+    "LSTM": ["Sigmoid", "Tanh", "Tanh", "HardSigmoid", "Softsign", "Relu"],
+    "RNN": ["Tanh", "Softsign"],
+}
+
+
+def two_directions(kind: str, **attributes: Sequence[float]) -> Callable[[], Block]:
+    """A network of two directions between embeddings and a product, with initial states and lengths."""
+
+    def build() -> Block:
+        b, rows, own = Block(17), GATES[kind] * INNER, BATCH * [PLACES - 1]
+        data = b.op("Transpose", softmax(b, b.data("x", (BATCH, PLACES, HIDDEN), ["n", "t", HIDDEN])), perm=[1, 0, 2])
+        states = [b.w(f"first{n}", 2, BATCH, INNER) for n in range(2 if kind == "LSTM" else 1)]
+        weights = b.w("W", 2, rows, HIDDEN), b.w("R", 2, rows, INNER), b.w("B", 2, 2 * rows)
+        made = b.op(
+            kind,
+            *(data, *weights, b.constant(own, np.int32), *states),
+            *([b.w("P", 2, 3 * INNER)] if kind == "LSTM" else []),
+            direction="bidirectional",
+            hidden_size=INNER,
+            activations=ACTIVATIONS[kind],
+            **attributes,
+        )
+        joined = b.op("Reshape", b.op("Transpose", made, perm=[0, 2, 1, 3]), b.ints(0, 0, 2 * INNER))
+        b.give(softmax(b, b.op("MatMul", joined, b.w("D", 2 * INNER, HIDDEN))))
+        return b
+
+    return build
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_each_rank_has_a_direction(kind: str, tmp_path: Path) -> None:
+    """A third rank repeats one of them, and does not add to the sum."""
+    split = {"W", "R", "B", "first0", "D", *({"P", "first1"} if kind == "LSTM" else ())}
+    Tiny(two_directions(kind), split, sums=1, shares=((1, 1), (2, 1, 2))).check(tmp_path)
+
+
+def test_directions_with_numbers_for_their_activations_stay_together(tmp_path: Path) -> None:
+    graph = two_directions("RNN", activation_alpha=[1.0, 1.0])
+    check_split(graph(), tmp_path, (), TWO, {"W", "R", "B"})
 
 
 @pytest.mark.parametrize("kind", GATES)
