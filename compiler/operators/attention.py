@@ -280,6 +280,7 @@ OPERATORS = (
     ),
     _attention("com.microsoft.QAttention", masks=(5,), states={1: 8}, quantizes=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
+    Operator("com.microsoft.MRotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
     Operator(
         "com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3), example_input=first_position
     ),

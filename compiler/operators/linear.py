@@ -119,12 +119,6 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     return inner
 
 
-def causal_convolution(op: Operation) -> None:
-    """Each channel is convolved independently along the last axis. The positions before it are a state."""
-    if len(op.input(0)) == 3:
-        op.pattern("b c l, c u k, c, b c s -> b c l, b c s", whole="luks")
-
-
 def deformed_convolution(op: Operation) -> None:
     """A convolution that samples its input at positions moved by offsets, one set for each offset group of channels."""
     data, output = op.input(0), op.output()
@@ -155,25 +149,32 @@ def transposed_convolution(op: Operation) -> None:
 
 
 def experts(op: Operation) -> None:
-    """A mixture of experts: each token goes through some, [experts, inner, hidden] and [experts, hidden, inner].
-
-    For a gated activation, one matrix may have the rows of gates and values: interleaved, or one half after the other.
-    """
+    """A mixture of experts: each token goes through some, [experts, inner, hidden] and [experts, hidden, inner]."""
     tokens(op)
-    inner, pair = op.input(4)[-1], ax.new_axis(2)
+    inner = op.input(4)[-1]
+    if relate_experts(op, inner, (2, 3), (6, 7)):
+        op.free([inner])
+        op.contracted = inner
+        op.add_on_one_rank = frozenset([5])
+
+
+def relate_experts(op: Operation, inner: Axis, first: Iterable[int], third: Iterable[int]) -> bool:
+    """Relate the rows, axis 1, of the inputs of the `first` and the `third` matrices. False if they have others.
+
+    For a gated activation, the first may have the rows of gates and values: interleaved, or one half after the other.
+    """
+    pair = ax.new_axis(2)
     rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
-    of_rows = [op.input(number)[1] for number in (2, 3) if op.has(number)]
+    of_rows = [op.input(number)[1] for number in first if op.has(number)]
     if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
-        return  # the layout of ONNX Runtime before 1.20
+        return False  # the layout of ONNX Runtime before 1.20
     op.whole([pair], "it needs a gate and its value together")
     for axis in of_rows:
         op.relate(axis, rows)
-    for number in (6, 7):
+    for number in third:
         if op.has(number):
             op.relate(op.input(number)[1], inner)
-    op.free([inner])
-    op.contracted = inner
-    op.add_on_one_rank = frozenset([5])
+    return True
 
 
 def tokens(op: Operation) -> None:
@@ -187,13 +188,6 @@ def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """The operations of the `k` experts that each token goes through."""
     matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
-
-
-def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """As `expert_flops`, for weights of which a byte holds several."""
-    matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
-    packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
-    return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
@@ -287,7 +281,5 @@ OPERATORS = (
     Operator(
         "ConvTranspose", transposed_convolution, transposed_convolution_flops, scratch=scratch.transposed_convolution
     ),
-    Operator("com.microsoft.CausalConvWithState", causal_convolution),
     Operator("com.microsoft.MoE", experts, expert_flops, experts=(2, 3, 4, 5, 6, 7)),
-    Operator("com.microsoft.QMoE", tokens, quantized_expert_flops, experts=tuple(range(2, 14))),
 )

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.linear import relate_experts, tokens
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
+from splitc.runtime.arrays.array import Array
 
 # The reason for pinning an axis that quantization blocks do not divide evenly.
 UNEVEN = "its quantization blocks do not divide the axis evenly"
+# The reason for pinning the axes of a weight whose elements are in an order that only a GPU's kernel knows.
+PREPACKED = "its weight is in the layout of a GPU's kernel"
 
 
 def linear_quantization(op: Operation) -> None:
@@ -56,6 +61,9 @@ def matmul_blocks(op: Operation) -> None:
 
     Two zero points of 4 bits share a byte, so such blocks are only sharded in pairs.
     """
+    if op.number("weight_prepacked", 0):
+        op.opaque(PREPACKED)
+        return
     data, weight, output = op.input(0), op.input(1), op.output()
     block, bits = op.number("block_size", 0), op.number("bits", 4)
     blocks, columns = weight[1], weight[0]
@@ -73,7 +81,7 @@ def matmul_blocks(op: Operation) -> None:
     op.attributes.update(K=[data[-1]], N=[columns])
     relate_table(op, 2, columns, blocks)
     if op.has(3):
-        relate_table(op, 3, columns, _zeros_of(op, blocks, bits))
+        relate_table(op, 3, columns, _zeros_of(op, 3, 2, blocks, bits))
     if op.has(4):
         op.whole([data[-1]], "its input g_idx assigns columns to blocks")
     if op.has(5):
@@ -81,9 +89,9 @@ def matmul_blocks(op: Operation) -> None:
         op.add_on_one_rank = frozenset([5])
 
 
-def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
-    """The axis of the blocks' zero points, several of which may share a byte."""
-    zeros, scales = op.node.inputs[3], op.node.inputs[2]
+def _zeros_of(op: Operation, number: int, scale: int, blocks: Axis, bits: int) -> Axis:
+    """The axis of the blocks' zero points, input `number`, several of which may share a byte."""
+    zeros, scales = op.node.inputs[number], op.node.inputs[scale]
     packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
     together = 8 // bits if packed else 1
     bytes_ = ax.new_axis(math.ceil(ax.size_of(blocks) / together))
@@ -103,6 +111,47 @@ def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> Non
         op.relate(table[0], (*columns, *blocks))
     else:
         op.relate_all(table, [columns, blocks])
+
+
+def quantized_experts(op: Operation) -> None:
+    """As `experts`, with weights of which a byte holds several, [experts, inner, bytes] and [experts, hidden, bytes].
+
+    There is a scale for each row, or for each block of a row. Kernels on GPUs have layouts of their own, and do not
+    take single precision.
+    """
+    tokens(op)
+    data, prepacked = op.node.inputs[0], op.number("weights_prepacked", -1)
+    if prepacked == 1 or (prepacked and (data is None or data.dtype != ir.DataType.FLOAT)):
+        op.whole([axis for number in (2, 5, 8) if op.has(number) for axis in op.input(number)], PREPACKED)
+        return
+    bits = op.number("fc2_expert_weight_bits", op.number("expert_weight_bits", 4))
+    if op.node.attributes.get_string("quant_type", "int") != "int" or 8 % bits or not op.has(2, 5, 6):
+        return
+    bytes_, by_blocks = op.input(5)[2], len(op.input(6)) == 3
+    outer = op.input(6)[2] if by_blocks else bytes_
+    block = ax.new_axis(ax.size_of(bytes_) * 8 // bits // ax.size_of(outer))
+    inner = (*outer, *block)
+    if not by_blocks and op.has(11):
+        return  # zero points of several rows share a byte
+    if not relate_experts(op, inner, (2, 3, 4, 11), (8, 9, 10, 13)):
+        return
+    op.whole([block], "its quantization blocks are indivisible")
+    if by_blocks:
+        inside = ax.new_axis(ax.size_of(block) * bits // 8)
+        op.relate(bytes_, (*outer, *inside))
+        op.whole([inside])
+        if op.has(12):
+            op.relate(op.input(12)[2], _zeros_of(op, 12, 6, outer, bits))
+    op.free([outer])
+    op.contracted = inner
+    op.add_on_one_rank = frozenset([7])
+
+
+def small_scales(op: Operation, number: int) -> Array | None:
+    """Example scales for experts: gates are multiplied by values, which in half precision are soon infinite."""
+    if number not in (3, 6, 9):
+        return None
+    return np.random.default_rng(number).uniform(0.01, 0.02, [ax.size_of(axis) for axis in op.input(number)])
 
 
 def quantized_embed_layer_norm(op: Operation) -> None:
@@ -127,6 +176,13 @@ def quantized_embed_shape(context: Any, node: ir.Node) -> None:
 
 def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(outputs[0]) * node.attributes.get_int("K", 1)
+
+
+def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """As `expert_flops`, for weights of which a byte holds several."""
+    matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
+    packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
+    return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
 
 
 def quantized_shape(context: Any, node: ir.Node) -> None:
@@ -159,6 +215,13 @@ OPERATORS = (
         scratch=scratch.quantized_product,
         reserves=True,
         half_scratch=scratch.nothing,
+    ),
+    Operator(
+        "com.microsoft.QMoE",
+        quantized_experts,
+        quantized_expert_flops,
+        example_input=small_scales,
+        experts=tuple(range(2, 14)),
     ),
     Operator(
         "com.microsoft.QEmbedLayerNormalization",

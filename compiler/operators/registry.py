@@ -16,6 +16,7 @@ from splitc.compiler.operators import (
     images,
     indexing,
     linear,
+    linear_attention,
     qlinear,
     quantized,
     recurrent,
@@ -36,6 +37,7 @@ FAMILIES = (
     images,
     indexing,
     linear,
+    linear_attention,
     qlinear,
     quantized,
     recurrent,
@@ -81,13 +83,14 @@ def quantizes(node: ir.Node) -> bool:
     """Whether a node quantizes computed values, or ONNX Runtime does so for it.
 
     ONNX Runtime does so in a product with a quantized weight if the node permits it (`accuracy_level`), or if it fuses
-    the product with the dequantization.
+    the product with the dequantization; and always for experts of 8 bits.
     """
     operator, matrix = operator_of(node), operator_of(node).matrix_input
-    if matrix is None or operator.quantizes:
-        return operator.quantizes
-    if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY:
+    eight_bits = node.attributes.get_int("expert_weight_bits", 4) == 8
+    if operator.quantizes or eight_bits or node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY:
         return True
+    if matrix is None:
+        return False
     weight = node.inputs[matrix] if matrix < len(node.inputs) else None
     maker = weight.producer() if weight is not None else None
     return maker is not None and operator_of(maker).dequantizes and is_fused(maker)

@@ -150,14 +150,20 @@ def rotary(kind: str, flat: bool) -> Block:
     b = Block(opset=23)
     x = normed(b)
     tables = [b.weight(n, ir.tensor(b.random(n, 16, HEAD // 2))) for n in ("cos", "sin")]
-    positions = b.indices("positions", [[0, 1, 2, 3, 4]] * 2, ["n", "t"])
+    rows, symbols = np.tile(np.arange(5), (2, 1)), ["n", "t"]
+    has_sections = kind.endswith(".MRotaryEmbedding")
+    if has_sections:
+        positions = b.indices("positions", np.stack([rows, rows // 2, 0 * rows]), [3, *symbols])
+    else:
+        positions = b.indices("positions", rows, symbols)
+    sections = {"mrope_section": [1, 1, 0]} if has_sections else {}
     extra = [positions, *tables] if "." in kind else [*tables, positions]
 
     def turned(name: str) -> ir.Value:
         if not flat:
-            return b.op(kind, project(b, x, name), *extra)
-        heads = {} if "." in kind else {"num_heads": HEADS}
-        wide = b.op(kind, b.op("MatMul", x, b.w(name, HIDDEN, WIDTH)), *extra, **heads)
+            return b.op(kind, project(b, x, name), *extra, **sections)
+        heads = {} if kind == "com.microsoft.RotaryEmbedding" else {"num_heads": HEADS}
+        wide = b.op(kind, b.op("MatMul", x, b.w(name, HIDDEN, WIDTH)), *extra, **heads, **sections)
         return b.op("Transpose", b.op("Reshape", wide, b.ints(0, 0, HEADS, HEAD)), perm=[0, 2, 1, 3])
 
     finish(b, attend(b, turned("q"), turned("k"), project(b, x, "v")))
@@ -196,6 +202,7 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.MultiHeadAttention": by_heads(lambda: multi_head_attention("apart")),
     "com.microsoft.QAttention": Tiny(quantized_attention, "AB", {"qkv", "bias", "o"}),
     "RotaryEmbedding": by_heads(lambda: rotary("RotaryEmbedding", False)),
+    "com.microsoft.MRotaryEmbedding": by_heads(lambda: rotary("com.microsoft.MRotaryEmbedding", False)),
     "com.microsoft.RotaryEmbedding": by_heads(lambda: rotary("com.microsoft.RotaryEmbedding", False)),
 }
 # tests/compiler/fusion/test_latent.py splits it, decomposed.
@@ -209,6 +216,7 @@ FORMS: dict[str, Tiny] = {
     "MultiHeadAttention, bias": by_heads(lambda: multi_head_attention("bias")),
     "MultiHeadAttention, heads": by_heads(lambda: multi_head_attention("heads")),
     "RotaryEmbedding, flat": by_heads(lambda: rotary("RotaryEmbedding", True)),
+    "com.microsoft.MRotaryEmbedding, flat": by_heads(lambda: rotary("com.microsoft.MRotaryEmbedding", True)),
     "com.microsoft.RotaryEmbedding, flat": by_heads(lambda: rotary("com.microsoft.RotaryEmbedding", True)),
 }
 

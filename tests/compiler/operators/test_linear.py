@@ -102,25 +102,6 @@ def fused_products() -> Block:
     return b
 
 
-def causal() -> Block:
-    """A convolution for each channel, with the places before the first one as its state."""
-    b = Block()
-    x, past = b.data("x", (2, 6, 5), ["n", 6, 5]), b.data("past", (2, INNER, 2), ["n", INNER, 2])
-    wide = b.op("Conv", x, b.w("A", INNER, 6, 1))
-    made, present = b.ops(
-        "com.microsoft.CausalConvWithState",
-        wide,
-        b.w("own", INNER, 1, 3),
-        b.w("shift", INNER),
-        past,
-        outputs=2,
-        activation="silu",
-    )
-    b.give(b.op("Conv", b.op("Sigmoid", made), b.w("B", 6, INNER, 1)), shape=["n", 6, 5])
-    b.give(present, "present", ["n", INNER, 2])
-    return b
-
-
 def convolutions() -> Block:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 6, 8, 8), ["n", 6, "h", "w"]), axis=1)
@@ -189,21 +170,6 @@ def experts() -> Block:
     return b
 
 
-def quantized_experts(b: Block, v: ir.Value) -> ir.Value:
-    """Weights of 4 bits, two in a byte. Which rows belong to which half is not known."""
-    tokens = b.op("Reshape", v, b.ints(-1, INNER))
-    router = b.op("Softmax", b.op("MatMul", tokens, b.w("R", INNER, 4)))
-    weights = [
-        b.weight(name, ir.tensor(np.abs(b.random(name, 4, *shape) * 100).astype(np.uint8)))
-        for name, shape in (("E", (16, INNER // 2)), ("F", (INNER, 8)))
-    ]
-    rows = ("e", 16), ("f", INNER)
-    scales = [b.weight(name, ir.tensor(np.full((4, count), 0.01, np.float32))) for name, count in rows]
-    ends = weights[0], scales[0], None, weights[1], scales[1]
-    made = b.op("com.microsoft.QMoE", tokens, router, *ends, k=2, expert_weight_bits=4, activation_type="relu")
-    return b.op("Reshape", made, b.op("Shape", v))
-
-
 GRAPHS: dict[str, Tiny] = {
     "MatMul": Tiny(weight_on_the_left_transposed_or_batched, "ABCD", sums=2, shares=SHARES),
     "MatMulInteger": Tiny(integer_products, "AB", sums=1, shares=SHARES),
@@ -216,12 +182,10 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.FusedMatMul": Tiny(fused_products, "AB", sums=1),
     "Gemm": Tiny(gemm, {"A", "a", "B"}, {"b"}, sums=1, shares=SHARES),
     "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
-    "com.microsoft.CausalConvWithState": Tiny(causal, ["A", "own", "shift", "B"], sums=1, shares=SHARES),
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "DeformConv": Tiny(deformed_convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
     "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
-    "com.microsoft.QMoE": sandwich(through("Identity"), needs=quantized_experts),
     "ConvInteger": Tiny(integer_convolutions, "AB", sums=1),
 }
 

@@ -28,6 +28,7 @@ INPUTS: dict[str, str] = {
     "com.microsoft.GatherBlockQuantized": "data indices scales zero_points",
     "com.microsoft.GroupQueryAttention": "query key value past_key past_value seqlens_k total_sequence_length "
     "cos_cache sin_cache position_ids attention_bias",
+    "com.microsoft.MRotaryEmbedding": "input position_ids cos_cache sin_cache",
     "com.microsoft.MultiHeadAttention": "query key value bias key_padding_mask attention_bias past_key past_value",
     "com.microsoft.QAttention": "input weight bias input_scale weight_scale mask_index input_zero_point",
     "com.microsoft.QEmbedLayerNormalization": "input_ids segment_ids word_embedding "
