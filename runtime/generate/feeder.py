@@ -9,11 +9,13 @@ import numpy as np
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import TokenInputs, may_have
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Shape, Tensor
 from splitc.runtime.units import format_shape, whole_number
 
 # Added to scores, hides them: the lowest number of half precision.
 HIDING = -65504.0
+# The numbers of a token's position where a model has several and does not say how many: time, row and column.
+ROWS = 3
 
 
 class Feeder:
@@ -23,8 +25,6 @@ class Feeder:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         self._kept = manifest.kept_rows
-        shape = self._inputs[signature.positions].shape if signature.positions is not None else None
-        self._axes = 2 if shape is None else len(shape)
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """The number of prompt tokens in one run.
@@ -45,9 +45,8 @@ class Feeder:
         if self.signature.mask is not None:
             feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
         if self.signature.positions is not None:
-            places = np.arange(total - len(new), total)
-            # A single number is the first token's position.
-            feeds[self.signature.positions] = {0: places[0], 1: places}.get(self._axes, places[None])
+            shape = self._inputs[self.signature.positions].shape
+            feeds[self.signature.positions] = _positions(shape, np.arange(total - len(new), total))
         own = {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
         return own if self._kept is None or len(new) == 1 else {**own, self._kept.input: np.array([len(new) - 1])}
 
@@ -67,6 +66,18 @@ class Feeder:
         if total > room:
             raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
         return _bias(new, total, room) if is_bias else (np.arange(room) < total)[None]
+
+
+def _positions(shape: Shape | None, places: Array) -> Array:
+    """Positions of text in an input's shape: the first token's, or [tokens], [1, tokens], or [rows, 1, tokens].
+
+    Models that also read images have several numbers for a token, which are the same in text (M-RoPE of Qwen-VL).
+    """
+    axes = 2 if shape is None else len(shape)
+    if axes < 2:
+        return places if axes else places[0]
+    rows = [size if isinstance(size, int) else ROWS for size in (shape or ())[:-2]]
+    return np.broadcast_to(places, (*rows, 1, len(places)))
 
 
 def _bias(new: int, total: int, room: int) -> Array:

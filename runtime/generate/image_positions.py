@@ -27,11 +27,6 @@ class Positions:
     prompt: Array
     shift: int
 
-    @staticmethod
-    def of_text(rows: int, tokens: int) -> Positions:
-        """The positions of a prompt without images: the tokens' indices, in all rows."""
-        return Positions(np.tile(np.arange(tokens), (rows, 1)), 0)
-
     def at(self, places: Array) -> Array:
         """The positions, [rows, *places], of tokens with these indices in the sequence."""
         count = self.prompt.shape[1]

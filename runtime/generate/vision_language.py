@@ -23,8 +23,6 @@ from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 # A token that no text has: of a prompt without images.
 NO_IMAGE = -1
-# The numbers of a position where a model does not say: the time, the row and the column.
-ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -144,16 +142,15 @@ def _see(vision: ModelRunner, prompt: ImagePrompt, embeds: Tensor) -> Array:
 def _places(
     decoder: Manifest, prompt: ImagePrompt, positions: Callable[[ImagePrompt], Positions]
 ) -> tuple[str, Positions] | tuple[()]:
-    """The decoder's input of several numbers for a token, and what they are; nothing if it has one number or none.
+    """The decoder's input of several numbers for a token, and what they are; nothing in text, or without
+    such an input.
 
     Raises MisuseError for another number of them than transformers' model has.
     """
-    for tensor in of_role(decoder.inputs, "positions"):
+    for tensor in of_role(decoder.inputs, "positions") if prompt.arrays else ():
         if len(tensor.shape or ()) != 3:
             continue
         rows = (tensor.shape or [])[0]
-        if not prompt.arrays:
-            return tensor.name, Positions.of_text(rows if isinstance(rows, int) else ROWS, len(prompt.ids))
         made = positions(prompt)
         if made.prompt.shape != ((count := rows if isinstance(rows, int) else len(made.prompt)), len(prompt.ids)):
             raise MisuseError(

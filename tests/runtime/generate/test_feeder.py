@@ -28,9 +28,18 @@ def fed(tensor: Tensor, new: int, total: int) -> Any:
     return Feeder(manifest, find_signature(manifest)).feeds([1] * new, total)[tensor.name]
 
 
-@pytest.mark.parametrize(("shape", "expected"), [([], 3), (["t"], [3, 4]), (["b", "t"], [[3, 4]])])
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ([], 3),
+        (["t"], [3, 4]),
+        (["b", "t"], [[3, 4]]),
+        ([4, "b", "t"], [[[3, 4]]] * 4),
+        (["r", "b", "t"], [[[3, 4]]] * 3),
+    ],
+)
 def test_positions_are_one_or_a_list(shape: Shape, expected: object) -> None:
-    """A single one is the first token's."""
+    """A single one is the first token's. Models that also read images have several for a token."""
     array = fed(Tensor("at", "int32", shape, role=Role("positions")), 2, 5)
     assert array.dtype == np.int32 and array.tolist() == expected
 

@@ -17,7 +17,6 @@ def test_tokens_after_the_prompt_go_on_behind_the_image() -> None:
     positions = Positions(prompt, -1)
     np.testing.assert_array_equal(positions.at(np.arange(4)[None]), prompt[:, None])
     np.testing.assert_array_equal(positions.at(np.arange(2, 6)[None]), [[[1, 2, 3, 4]], [[2, 3, 3, 4]]])
-    np.testing.assert_array_equal(Positions.of_text(3, 2).at(np.array([[1, 2]])), [[[1, 2]]] * 3)
 
 
 def test_without_a_config_they_are_refused(tmp_path: Path) -> None:
