@@ -156,7 +156,8 @@ def _slice_axis(
 
     With unknown bounds it is neither, but may be whole.
 
-    Returns the axes whose sizes `start` and `end` are; None for a bound that does not depend on the rank.
+    Returns the axes whose sizes `start` and `end` are, counted from the first element; None for a bound that does not
+    depend on the rank.
     """
     source, target = op.input(0)[place], op.output()[place]
     if end is None and (start, step) == (0, 1):
@@ -179,7 +180,7 @@ def _slice_axis(
         op.relate(source, (*target, *stride))
         op.free([target])
         op.whole([stride], "it selects elements with a stride")
-        return None, whole
+        return (ax.Factor(first),), whole
     return None, None
 
 

@@ -13,7 +13,7 @@ from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.shaping import WHOLE, slice_bounds
 from tests.helpers.blocks import FLOAT, SHARES, Block
-from tests.helpers.operators import INNER, Middle, Tiny, as_float, as_image, check_operator, sandwich
+from tests.helpers.operators import BATCH, INNER, PLACES, Middle, Tiny, as_float, as_image, check_operator, sandwich
 
 
 def gate(b: Block, v: ir.Value) -> ir.Value:
@@ -45,9 +45,15 @@ def behind_the_text(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Add", image, b.op("Slice", both, b.shape(v, 1), b.ints(2**63 - 1), b.ints(1)))
 
 
+def negative_slices_behind_a_whole_part(b: Block, v: ir.Value) -> ir.Value:
+    """The first 8 columns are needed whole; a slice from the end begins behind them, on each rank elsewhere."""
+    b.give(b.op("Softmax", b.op("Slice", v, b.ints(0), b.ints(-INNER), b.ints(2))), "first", [BATCH, PLACES, 8])
+    return b.op("Relu", b.op("Slice", v, b.ints(-INNER), b.ints(2**63 - 1), b.ints(2)))
+
+
 def strided(b: Block, v: ir.Value) -> ir.Value:
     even = b.op("Slice", v, b.ints(0), b.ints(2 * INNER), b.ints(2), b.ints(2))
-    odd = b.op("Slice", v, b.ints(1), b.ints(2 * INNER), b.ints(2), b.ints(2))
+    odd = b.op("Slice", v, b.ints(1 - 2 * INNER), b.ints(2 * INNER), b.ints(2), b.ints(2))
     return b.op("Mul", even, odd)
 
 
@@ -209,6 +215,9 @@ FORMS: dict[str, Tiny] = {
     ),
     "sections of other sizes": sandwich(uneven_sections, wide=INNER + 8, sums=2, shares=SHARES),
     "negative slices": sandwich(negative_slices, wide=2 * INNER, shares=SHARES),
+    "negative slices behind a whole part": Tiny(
+        sandwich(negative_slices_behind_a_whole_part, wide=INNER + 8).build, "B", shares=SHARES
+    ),
     "strided slices": sandwich(strided, wide=2 * INNER, shares=SHARES),
     "slices of computed sizes": sandwich(
         lambda b, v: b.op("Slice", v, b.ints(0, 0, 0), b.op("Shape", b.op("Tanh", v))), shares=SHARES
