@@ -5,13 +5,15 @@ An island is a node that is sharded along another axis than the nodes around it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import note_sizes, noted_sizes
 from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.sharding.crossings import Crossing
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
@@ -47,7 +49,8 @@ def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 
     A rank whose shard is a copy of another rank's adds only zeros. 8-bit integers are cast if the opset can't pad them.
     """
-    runs = {side.number: _run(shards, side.before) for side in crossing.sides}
+    present = {atom for side in crossing.sides for atom in ax.atoms(side.before)}
+    runs = {side.number: _run(shards, side.before, present) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
@@ -70,14 +73,14 @@ def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) ->
     return _slice(editor, value, {number: run for number, run in runs.items() if run.size < sizes[number]}, "whole")
 
 
-def _run(shards: Shards, axis: Axis) -> Range:
-    """The rank's elements along an axis. Only the axis' first factor can be sharded."""
+def _run(shards: Shards, axis: Axis, present: Collection[Factor] = ()) -> Range:
+    """The rank's elements along an axis of a value with these atoms. Only the axis' first factor can be sharded."""
     leaves = ax.leaves(axis)
     if not leaves:
         return Range(0, ax.size_of(axis))
     rest = ax.size_of(tuple(leaves[1:]))
     own = shards.ranges.get(leaves[0], Range(0, leaves[0].size))
-    return Range(own.start * rest, own.stop * rest, own.owned)
+    return Range(own.start * rest, own.stop * rest, own.is_owned(present))
 
 
 def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:

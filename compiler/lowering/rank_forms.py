@@ -43,14 +43,15 @@ def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Opera
     Ranks may hold copies of the same units, of which one rank owns each. The mask is for a rank that owns units of some
     sections and not of others. If it owns none, its whole result is multiplied by zero instead.
     """
+    present = set(ax.atoms(operation.contracted))
     for leaf in ax.leaves(operation.contracted):
-        if not shards.owns((leaf,)) or shards.owns((leaf,), all):
+        if not shards.owns((leaf,), present=present) or shards.owns((leaf,), all, present):
             continue
         number, place = _find_leaf(operation, leaf)
         data, axes = node.inputs[number], operation.input(number)
         assert data is not None and data.dtype is not None
         shape = (-1, *[1] * (len(axes) - place - 1))
-        kept = editor.constant(shards.owned_mask(axes[place]).reshape(shape))
+        kept = editor.constant(shards.owned_mask(axes[place], present).reshape(shape))
         zero = operation.zero_point
         zero_point = node.inputs[zero] if zero is not None and operation.has(zero) else None
         filler = zero_point or editor.scalar(0, data)

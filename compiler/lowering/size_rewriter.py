@@ -215,15 +215,12 @@ class SizeRewriter:
 def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> Array:
     """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for broadcast axes) stay unless they are `offsets`.
 
-    Negative offsets count from the end: the rank may have fewer elements there, even if it has all before the offset.
+    Negative offsets count from the end: their axis is what lies behind them.
     """
     new: Array = old.copy()
     for number, axis in enumerate(sizes):
-        if axis is None:
-            continue
-        from_end = offsets and old[number] < 0
-        if from_end or (shards.is_split(axis) and (offsets or old[number] == ax.size_of(axis))):
-            new[number] = shards.size(axis)
+        if axis is not None and shards.is_split(axis) and (offsets or old[number] == ax.size_of(axis)):
+            new[number] = -shards.size(axis) if offsets and old[number] < 0 else shards.size(axis)
     return new
 
 

@@ -95,6 +95,12 @@ def atoms(axis: Axis) -> Iterator[Factor]:
             left += leaves(section)[::-1]
 
 
+def joined(*sections: Axis) -> Axis:
+    """The axis of sections one after the other."""
+    present = tuple(section for section in sections if size_of(section))
+    return (Factor(sum(map(size_of, present)), sections=present),)
+
+
 def flatten_sections(axis: Axis) -> None:
     """Replace sections of sections by a flat list, in place. Axes must not be related afterwards.
 

@@ -63,9 +63,7 @@ def _select_section(op: Operation, axis: int) -> bool:
         return False
     head, row, tail = op.cut(data[axis], [place, 1, size - place - 1])
     op.relate(row, op.output()[axis])
-    if places[0] < 0:
-        op.whole([tail], "its index counts from the end")
-    op.declare_sizes(1, [head if place else None])
+    op.declare_sizes(1, [ax.joined(row, tail) if places[0] < 0 else head])
     return True
 
 

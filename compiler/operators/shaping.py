@@ -156,8 +156,8 @@ def _slice_axis(
 
     With unknown bounds it is neither, but may be whole.
 
-    Returns the axes whose sizes `start` and `end` are, counted from the first element; None for a bound that does not
-    depend on the rank.
+    Returns the axes whose sizes `start` and `end` are, those behind them for bounds that count from the end; None for a
+    bound that does not depend on the rank.
     """
     source, target = op.input(0)[place], op.output()[place]
     if end is None and (start, step) == (0, 1):
@@ -171,16 +171,16 @@ def _slice_axis(
         op.relate(source, target)
         return None, whole
     if step == 1 and first < last:
-        head, middle, _ = op.cut(source, [first, last - first, size - last])
+        head, middle, tail = op.cut(source, [first, last - first, size - last])
         op.relate(middle, target)
-        sections = tuple(section for section in (head, middle) if ax.size_of(section))
-        return head, (ax.Factor(last, sections=sections),) if end <= size else None
-    if step > 1 and size % step == 0 and first < step and ax.size_of(target) == size // step:
+        before = head if start >= 0 else ax.joined(middle, tail)
+        return before, None if end > size else ax.joined(head, middle) if end >= 0 else tail
+    if step > 1 and size % step == 0 and max(first, -start) < step and ax.size_of(target) == size // step:
         stride = ax.new_axis(step)
         op.relate(source, (*target, *stride))
         op.free([target])
         op.whole([stride], "it selects elements with a stride")
-        return (ax.Factor(first),), whole
+        return None, whole
     return None, None
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
@@ -55,7 +56,9 @@ class ShardedModel:
     def gives(self, rank: int, value: ir.Value) -> bool:
         """Whether a rank returns its shard of an output to the caller. The first rank returns replicated outputs."""
         axes = self.axes(value)
-        return all(map(self.shards(rank).owns, axes or ())) if chosen_atoms(axes, self.ranges) else rank == 0
+        present = {atom for axis in axes or () for atom in ax.atoms(axis)}
+        owns = (self.shards(rank).owns(axis, present=present) for axis in axes or ())
+        return all(owns) if chosen_atoms(axes, self.ranges) else rank == 0
 
     def owns(self, rank: int, operation: Operation) -> bool:
         """Whether a node sums over units that the rank owns, rather than over replicas of another rank's."""

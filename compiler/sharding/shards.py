@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,29 +82,37 @@ class Shards:
             [start + self.indices(section) for start, section in zip(starts, leaf.sections, strict=False)]
         )
 
-    def owns(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
+    def owns(
+        self,
+        axis: Axis,
+        sections: Callable[[Iterable[bool]], bool] = any,
+        present: Collection[Factor] | None = None,
+    ) -> bool:
         """Whether the rank owns its elements along an axis, rather than that they are replicas of another rank's.
 
-        `sections` is `any` or `all`: a rank may own units of some sections only.
+        `sections` is `any` or `all`: a rank may own units of some sections only. `present` are the atoms of the value,
+        or of the sum, if it has other axes.
         """
+        atoms = set(ax.atoms(axis)) if present is None else present
         return all(
-            (leaf not in self.ranges or self.ranges[leaf].owned)
+            (leaf not in self.ranges or self.ranges[leaf].is_owned(atoms))
             if leaf.is_atom
-            else sections(self.owns(section, sections) for section in leaf.sections)
+            else sections(self.owns(section, sections, atoms) for section in leaf.sections)
             for leaf in ax.leaves(axis)
         )
 
-    def owned_mask(self, axis: Axis) -> npt.NDArray[np.bool_]:
-        """For each of the rank's elements along an axis, whether the rank owns it."""
+    def owned_mask(self, axis: Axis, present: Collection[Factor] | None = None) -> npt.NDArray[np.bool_]:
+        """For each of the rank's elements along an axis, whether the rank owns it. `present`: as in `owns`."""
+        atoms = set(ax.atoms(axis)) if present is None else present
         mask = np.ones(1, np.bool_)
         for leaf in ax.leaves(axis):
-            mask = (mask[:, None] & self._leaf_owned(leaf)[None, :]).reshape(-1)
+            mask = (mask[:, None] & self._leaf_owned(leaf, atoms)[None, :]).reshape(-1)
         return mask
 
-    def _leaf_owned(self, leaf: Factor) -> npt.NDArray[np.bool_]:
+    def _leaf_owned(self, leaf: Factor, present: Collection[Factor]) -> npt.NDArray[np.bool_]:
         if leaf.is_atom:
-            return np.full(self._leaf(leaf), leaf not in self.ranges or self.ranges[leaf].owned)
-        return np.concatenate([self.owned_mask(section) for section in leaf.sections])
+            return np.full(self._leaf(leaf), self.owns((leaf,), present=present))
+        return np.concatenate([self.owned_mask(section, present) for section in leaf.sections])
 
     def key(self, axes: Axes) -> bytes:
         """A key that is equal for equal shards of a value."""

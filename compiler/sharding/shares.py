@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,16 +22,22 @@ class Range:
     """A rank's units of an axis, from `start` to before `stop`.
 
     With fewer units than ranks, surplus ranks replicate a neighbour's unit, and add zero to sums: their range is not
-    `owned`.
+    `owned`. Or they divide the unit along another axis, their `partner`: without this, they have what an earlier rank
+    has.
     """
 
     start: int
     stop: int
     owned: bool = True
+    partner: Factor | None = None
 
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    def is_owned(self, present: Collection[Factor]) -> bool:
+        """Whether no earlier rank has the same elements of a value with these atoms."""
+        return self.owned and (self.partner is None or self.partner in present)
 
 
 Ranges = dict[Factor, list[Range]]
@@ -63,7 +69,7 @@ def assign_units(
         parts = groups[group]
         partner = partners.get(atom)
         if partner is not None:
-            ranges[atom], ranges[partner] = divide_units(atom.size, partner.size, parts)
+            ranges[atom], ranges[partner] = divide_units(atom.size, partner.size, parts, partner)
             continue
         if atom in partners.values():
             continue  # it is divided with the atom that it is the partner of
@@ -114,8 +120,8 @@ def ranges_of(counts: Sequence[int]) -> list[Range]:
     return ranges
 
 
-def divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
-    """Ranges for fewer units than ranks: consecutive ranks share a unit and divide its `inner` units."""
+def divide_units(units: int, inner: int, parts: Sequence[float], partner: Factor) -> tuple[list[Range], list[Range]]:
+    """Ranges for fewer units than ranks: consecutive ranks share a unit and divide the `inner` units of its partner."""
     outer_ranges: list[Range] = []
     inner_ranges: list[Range] = []
     first = 0
@@ -127,6 +133,6 @@ def divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[R
         group = parts[first:end]
         counts = largest_remainder([inner * part / sum(group) for part in group], inner)
         inner_ranges += ranges_of(counts)
-        outer_ranges += [Range(unit, unit + 1)] * len(group)
+        outer_ranges += [Range(unit, unit + 1, partner=partner if later else None) for later in range(len(group))]
         first = end
     return outer_ranges, inner_ranges

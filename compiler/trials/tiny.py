@@ -159,7 +159,10 @@ class _Maker:
         # The tiny node is that of a rank with these numbers of units.
         self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
         self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
-        self.ranges: Ranges = {self._factors[atom]: ranges for atom, ranges in own.items()}
+        self.ranges: Ranges = {
+            self._factors[atom]: [replace(run, partner=run.partner and self._factors[run.partner]) for run in ranges]
+            for atom, ranges in own.items()
+        }
         self.made = self._operation(form.operation)
 
     def build(self) -> ir.Node:
@@ -299,7 +302,8 @@ def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Ra
     for atom, role in form.atoms.items():
         if atom in form.inner:
             inner = sum(units[place % len(units)])
-            ranges[atom], ranges[form.inner[atom]] = divide_units(OUTER, inner, SHARES)
+            partner = form.inner[atom]
+            ranges[atom], ranges[partner] = divide_units(OUTER, inner, SHARES, partner)
         elif role == SHARDED or (role == PARTNER and atom not in form.inner.values()):
             is_direction = atom in ax.atoms(form.operation.directions)
             ranges[atom] = ranges_of(DIRECTIONS if is_direction else units[place % len(units)])

@@ -53,7 +53,7 @@ def negative_slices_behind_a_whole_part(b: Block, v: ir.Value) -> ir.Value:
 
 def strided(b: Block, v: ir.Value) -> ir.Value:
     even = b.op("Slice", v, b.ints(0), b.ints(2 * INNER), b.ints(2), b.ints(2))
-    odd = b.op("Slice", v, b.ints(1 - 2 * INNER), b.ints(2 * INNER), b.ints(2), b.ints(2))
+    odd = b.op("Slice", v, b.ints(1), b.ints(2 * INNER), b.ints(2), b.ints(2))
     return b.op("Mul", even, odd)
 
 
