@@ -14,6 +14,7 @@ from splitc.compiler.frontend.origins import note_sizes, noted_sizes
 from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import SUMMED
 from splitc.compiler.sharding.crossings import Crossing
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
@@ -47,14 +48,15 @@ def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
     """Join shards into the whole value: an all-reduce of shards that are padded with zeros.
 
-    A rank whose shard is a copy of another rank's adds only zeros. 8-bit integers are cast if the opset can't pad them.
+    A rank whose shard is a copy of another rank's adds only zeros. Types that can't be summed are cast, and 8-bit
+    integers if the opset can't pad them.
     """
     present = {atom for side in crossing.sides for atom in ax.atoms(side.before)}
     runs = {side.number: _run(shards, side.before, present) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
-    pads = editor.graph.opset_imports.get("", 17) >= PADS_INTEGERS
+    pads = kind in SUMMED and editor.graph.opset_imports.get("", 17) >= PADS_INTEGERS
     if (summed := kind if pads else summed_type(kind)) != kind:
         value = editor.wrap(value, "Cast", [value], "narrow", summed, to=summed)
     if replicas := [number for number, run in runs.items() if not run.owned]:

@@ -139,6 +139,27 @@ def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch:
         assert [node.op_type for node in (joined.producer(), summed.producer()) if node] == ["Relu", "MatMul"]
 
 
+def test_ranks_that_share_a_group_join_it_once(tmp_path: Path, all_islands: None) -> None:
+    """More ranks than groups of a convolution divide its channels, and have the same of its sum."""
+    b = Block()
+    x = b.data("x", (2, HIDDEN, 6, 6), ["n", HIDDEN, 6, 6])
+    grouped = b.op("Conv", b.op("Softmax", x, axis=1), b.w("A", HIDDEN, HIDDEN // 2, 1, 1), group=2)
+    dense = b.op("Conv", b.op("Relu", grouped), b.w("B", HIDDEN, HIDDEN, 1, 1))
+    both = b.op("Add", b.op("Relu", dense), grouped)
+    b.give(b.op("Conv", both, b.w("C", HIDDEN, HIDDEN // 2, 1, 1), group=2), shape=["n", HIDDEN, 6, 6])
+    check_split(b, tmp_path, "ABC", [(1, 1, 1), (2, 1, 1, 3)])
+
+
+def test_booleans_enter_islands(tmp_path: Path, all_islands: None) -> None:
+    """Collectives do not sum them: they are cast."""
+    b = Block()
+    x = softmax(b, b.data("x", (ROWS, HIDDEN), [ROWS, HIDDEN]))
+    y = b.op("MatMul", x, b.w("A", HIDDEN, WIDE))
+    kept = b.op("Where", b.op("Not", b.op("Greater", y, b.w("B", ROWS, WIDE))), y, b.w("C", ROWS, WIDE))
+    b.give(b.op("Softmax", b.op("Softmax", kept, axis=0), axis=1), shape=[ROWS, WIDE])
+    check_split(b, tmp_path, "ABC", [(1, 1), (5, 1)])
+
+
 @pytest.fixture
 def two_products(tmp_path: Path) -> Path:
     return write_products(tmp_path, 2048)
