@@ -140,5 +140,5 @@ def _candidates(
 ) -> tuple[AxisMap, Candidates]:
     """The axes and candidates with these opaque nodes and islands, which do not depend on the number of ranks."""
     graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands)
+    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands, states=analysis.states)
     return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)

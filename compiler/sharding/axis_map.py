@@ -25,6 +25,10 @@ from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.package.states import State
+
+# The reason for pinning a state's axes.
+UNLIKE_STATES = Pin(None, "it is of a state whose new value has other axes, or none that are known")
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,21 @@ def find_axes(
     opaque: Mapping[ir.Node, str] = MappingProxyType({}),
     islands: Collection[Island] = NO_ISLANDS,
     rules: Mapping[ir.Node, Callable[[Operation], None]] = MappingProxyType({}),
+    states: Collection[State] = (),
 ) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
 
     - `opaque`: nodes whose axes are pinned without their rule, each with the reason.
     - `islands`: nodes with axes of their own.
+    - `states`: a rank keeps its shard of each from request to request.
     - `rules`: axes rules for single nodes, in place of their operators'.
     """
     relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs}, rules)
     island_of = {island.node: island for island in islands}
     operations = {node: relater.relate(node, opaque.get(node), island_of.get(node)) for node in graph.nodes}
+    ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    for state in states:
+        relater.relate_state(ends[state.input], ends[state.output])
     return _settled(AxisMap(operations, relater.shared, bound, islands))
 
 
@@ -163,6 +172,17 @@ class _Relater:
                 for axis in self._read(value) or ():
                     ax.pin(axis, Pin(node, "its subgraph reads all of it"))
         return operation
+
+    def relate_state(self, old: ir.Value, new: ir.Value) -> None:
+        """Relate the axes of a state to those of its new value, but for one along which it grows."""
+        before, after = self.shared.get(old), self.shared.get(new)
+        if before is None or after is None or len(before) != len(after):
+            for axis in (*(before or ()), *(after or ())):
+                ax.pin(axis, UNLIKE_STATES)
+            return
+        for axis, made in zip(before, after, strict=True):
+            if ax.size_of(axis) == ax.size_of(made):
+                ax.relate(axis, made)
 
     def _read(self, value: ir.Value | None) -> Axes:
         """The axes of a value for one reader."""

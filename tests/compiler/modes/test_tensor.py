@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
+from tests.helpers.operators import softmax
 
 TENSOR = Request(split_mode="tensor")
 
@@ -283,3 +285,30 @@ def test_rows_and_heads_in_one_axis_of_an_output_whose_shape_is_not_known(tmp_pa
     feeds = {"x": b.random("more", 5, 3, 64)}
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (1, 2, 1)])
+def test_state_is_sharded_as_its_new_value(shares: Sequence[float], tmp_path: Path) -> None:
+    """A rank keeps its shard of it. One state is read by heads, the other one by rows; both are made by columns."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 12), ["n", 12]))
+    states = {name: b.data(name, (2, 24), ["n", 24]) for name in ("heads", "rows")}
+    by_heads = b.op("Transpose", b.op("Reshape", states["heads"], b.ints(0, 4, 6)), perm=[1, 0, 2])
+    seen = b.op("ReduceSum", softmax(b, b.op("MatMul", by_heads, b.w("A", 4, 6, 12))), b.ints(0), keepdims=0)
+    made = b.op("Tanh", b.op("Add", b.op("MatMul", seen, b.w("B", 12, 24)), b.op("MatMul", x, b.w("C", 12, 24))))
+    b.give(made, "new heads", ["n", 24])
+    next_ = b.op("Tanh", b.op("Add", b.op("MatMul", states["rows"], b.w("D", 24, 24)), made))
+    b.give(next_, "new rows", ["n", 24])
+    b.give(b.op("MatMul", next_, b.w("E", 24, 12)), "y", ["n", 12])
+    model, package = tmp_path / "m.onnx", tmp_path / "package"
+    save(b.model(), model)
+    ends = {name: f"new {name}" for name in states}
+    plan = plan_model(model, [f"{len(shares)}xcpu"], Request(split_mode="tensor", states=ends, tensor_split=shares))
+    compile_model(plan, package, verify=False)
+    held = {name: np.zeros((2, 24), np.float32) for name in states}
+    with Session(package, verify="never", threads=1) as session, session.start() as sequence:
+        for number in range(3):
+            feeds = {"x": b.feeds["x"] * (number + 1)}
+            expected = run_whole(model, feeds | held)
+            assert_close(sequence.run(feeds), {"y": expected["y"]})
+            held = {name: expected[end] for name, end in ends.items()}
