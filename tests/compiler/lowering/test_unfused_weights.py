@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -74,6 +77,52 @@ def test_product_of_what_was_quantized_is_of_the_same_numbers_on_each_rank(tmp_p
     b.give(b.op("Sum", *products), shape=["n", WIDTH])
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", memory=["1GiB"], row_min=8))
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds), 1e-5)
+
+
+def with_clipped_products(quantized: bool) -> Block:
+    """Three products with matrices of 8 bits, which the model leaves in floats: they are clipped, or also quantized."""
+    b = Block(opset=18)
+    x = b.data("x", (4, WIDTH), ["n", WIDTH])
+    for place in range(3):
+        x = b.op("Relu", b.op("MatMul", x, unpacked(b, f"A{place}")))
+        if quantized:
+            scale = b.weight(f"step {place}", ir.tensor(np.float32(0.04 + place / 100)))
+            zero = b.constant(np.uint8(3), np.uint8)
+            x = b.op("DequantizeLinear", b.op("QuantizeLinear", x, scale, zero), scale, zero)
+    b.give(b.op("MatMul", x, b.w("B", WIDTH, WIDTH)), shape=["n", WIDTH])
+    return b
+
+
+def with_turned_matrices() -> Block:
+    """Products of what was quantized, with matrices that are dequantized, then transposed, as torch stores them."""
+    b = Block(opset=18)
+    x = b.data("x", (4, WIDTH), ["n", WIDTH])
+    zero = b.constant(np.uint8(128), np.uint8)
+    for place in range(3):
+        scale, own = (b.weight(f"{name} {place}", ir.tensor(np.float32(0.003 + place / 999))) for name in ("step", "s"))
+        x = b.op("DequantizeLinear", b.op("QuantizeLinear", x, scale, zero), scale, zero)
+        matrix = b.op("Transpose", b.op("DequantizeLinear", stored(b, f"A{place}", WIDTH, WIDTH), own), perm=[1, 0])
+        x = b.op("Sigmoid", b.op("MatMul", b.op("MatMul", x, matrix), b.w(f"B{place}", WIDTH, WIDTH)))
+    b.give(x, shape=["n", WIDTH])
+    return b
+
+
+@pytest.mark.parametrize(
+    "mode", [{"split_mode": "layer"}, {"split_mode": "row", "row_min": 8}, {"split_mode": "tensor"}]
+)
+@pytest.mark.parametrize(
+    "build", [partial(with_clipped_products, False), partial(with_clipped_products, True), with_turned_matrices]
+)
+def test_product_that_the_model_leaves_in_floats_is_left_so_at_a_border(
+    build: Callable[[], Block], mode: dict[str, Any], tmp_path: Path
+) -> None:
+    """Between it and what keeps it in floats, ranks exchange values, or an engine ends."""
+    b = build()
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["3xcpu"], Request(memory=["1GiB"], **mode))
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds), 1e-5)
