@@ -11,7 +11,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
-from splitc.compiler.lowering.session_weights import keep_weights_unfused
+from splitc.compiler.lowering.session_weights import keep_outputs_exact, keep_weights_unfused
 from splitc.compiler.lowering.transfers import Transfer
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
@@ -36,7 +36,10 @@ def rank_program(
     taken = {value.name for segment in segments for value in segment.graph.inputs}
     taken |= {step.value for step in steps if isinstance(step, Send)}
     inputs = tuple(name for name in names(feeds) if name in taken)
-    graphs = tuple(keep_weights_unfused(segment.graph) for segment in segments if segment.graph.outputs)
+    graphs = tuple(segment.graph for segment in segments if segment.graph.outputs)
+    for graph in graphs:
+        keep_weights_unfused(graph)
+        keep_outputs_exact(graph)
     return RankProgram(graphs, steps, inputs, tuple(outputs), group=tuple(group))
 
 

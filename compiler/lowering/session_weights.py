@@ -5,7 +5,7 @@ each of a rank's sessions would hold a transposed copy. com.microsoft.FusedMatMu
 all sessions share the weight in the file.
 
 Everywhere: a dequantized weight is fused with its only reader. A rank may have one of several readers, and would then
-compute otherwise than the model.
+compute otherwise than the model. So would an engine whose output is also quantized.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _is_transpose(node: ir.Node) -> bool:
     return tensor is not None and list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] and len(tensor.shape) == 2
 
 
-def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
-    """Insert a Flatten, which has no effect, after dequantized matrices that ONNX Runtime would fuse only on this rank.
+def keep_weights_unfused(graph: ir.Graph) -> None:
+    """Insert a Flatten after dequantized matrices that ONNX Runtime would fuse only on this rank, in place.
 
-    The graph is changed in place, and returned.
+    It has no effect.
     """
     editor = Editor(graph)
     for node in list(graph):
@@ -66,7 +66,32 @@ def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
             flat = editor.wrap(node.outputs[0], "Flatten", [node.outputs[0]], "unfused", axis=1)
             flat.type, flat.shape = dtype, shape
             flat.producer().name = f"{flat.name}/unfused"  # type: ignore[union-attr]  # it was just made
-    return graph
+
+
+def keep_outputs_exact(graph: ir.Graph) -> None:
+    """Insert a Concat of one value before Transposes of outputs that are quantized behind them, in place.
+
+    It has no effect. Without it, ONNX Runtime 1.31 quantizes before it transposes, and gives what was quantized as the
+    output. Outputs of the model are left as they are there.
+    """
+    editor = Editor(graph)
+    for value in graph.outputs:
+        origin = origin_of(value)
+        if origin is None or origin.is_graph_output():
+            continue
+        for node, _ in list(value.uses()):
+            if is_onnx(node, "Transpose") and _leads_to_quantized(node):
+                node.replace_input_with(0, editor.before(node, "Concat", value, axis=0))
+
+
+def _leads_to_quantized(view: ir.Node) -> bool:
+    """Whether a view's result is quantized, also behind other views."""
+    readers = [reader for reader, _ in view.outputs[0].uses()]
+    return any(
+        is_onnx(reader, "QuantizeLinear")
+        or ((operator_of(reader).is_view or is_onnx(reader, "Transpose")) and _leads_to_quantized(reader))
+        for reader in readers
+    )
 
 
 def _is_matrix(value: ir.Value | None) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.slots import planned_rank
+from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
@@ -102,13 +103,15 @@ class Plan(Listed):
     def rewrites(self) -> bool:
         """Whether the package is compared with the model.
 
-        Ranks compute differently, rows are cut and joined, or operators are fused: for GPUs some are inside engines.
+        Ranks compute differently, rows are cut and joined, or operators are fused: for GPUs some are inside engines. Of
+        quantized nodes, ONNX Runtime fuses those that an engine has side by side, so cuts change what it fuses.
         """
         on_gpus = self.engine == ONNXRUNTIME and any(rank.device.kind == "cuda" for rank in self.ranks)
         fuses = self.analysis.fuses and (
             on_gpus or any(outcome.operator is not None for outcome in self.analysis.outcomes)
         )
-        return self.replicas is not None or self.split.rewrites or fuses
+        parts = len(self.ranks) > 1 and any(map(quantizes, self.analysis.graph.nodes))
+        return self.replicas is not None or self.split.rewrites or fuses or parts
 
     @property
     def groups(self) -> int:

@@ -136,3 +136,23 @@ def test_outputs_are_compared_as_closely_as_the_model_computes(tmp_path: Path) -
         plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer", memory=["1GiB"]))
         kinds[shared] = compile_model(plan, tmp_path / "package", force=True, verify=False).number_type
     assert kinds == {True: "float32", False: "int8"}
+
+
+def test_output_of_an_engine_is_not_quantized_because_a_reader_is(tmp_path: Path) -> None:
+    """Residual blocks on transposed rows: the sum crosses from stage to stage, and what is quantized of it too."""
+    b = Block(opset=18)
+    x = b.data("x", (2, 4, 64), ["n", 4, 64])
+    zero = b.constant(np.uint8(128), np.uint8)
+    for place in range(4):
+        scale, own = (b.weight(f"{name} {place}", ir.tensor(np.float32(0.03 + place / 99))) for name in ("step", "s"))
+        turned = b.op("Transpose", x, perm=[1, 0, 2])
+        h = b.op("DequantizeLinear", b.op("QuantizeLinear", turned, scale, zero), scale, zero)
+        matrix = b.op("DequantizeLinear", stored(b, f"A{place}", 64, 64), b.op("Mul", own, number(b, 0.05)))
+        h = b.op("Transpose", b.op("Relu", b.op("MatMul", h, matrix)), perm=[1, 0, 2])
+        x = b.op("Add", x, h)
+    b.give(b.op("MatMul", x, b.w("B", 64, 24)), shape=["n", 4, 24])
+    save(b.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", memory=["1GiB"])
+    compile_model(plan_model(tmp_path / "model.onnx", ["3xcpu"], request), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds), 1e-5)
