@@ -20,6 +20,8 @@ from splitc.runtime.arrays.array import Array
 UNEVEN = "its quantization blocks do not divide the axis evenly"
 # The reason for pinning the axes of a weight whose elements are in an order that only a GPU's kernel knows.
 PREPACKED = "its weight is in the layout of a GPU's kernel"
+# Multiples of this number of quantized weights are what QMoE takes on GPUs (moe_quantization.cc, ONNX Runtime 1.31).
+EXPERT_TILE = 64
 
 
 def linear_quantization(op: Operation) -> None:
@@ -116,12 +118,13 @@ def relate_table(op: Operation, number: int, columns: Axis, blocks: Axis) -> Non
 def quantized_experts(op: Operation) -> None:
     """As `experts`, with weights of which a byte holds several, [experts, inner, bytes] and [experts, hidden, bytes].
 
-    There is a scale for each row, or for each block of a row. Kernels on GPUs have layouts of their own, and do not
-    take single precision.
+    There is a scale for each row, or for each block of a row. Kernels on GPUs have layouts of their own, take multiples
+    of EXPERT_TILE, and do not take single precision.
     """
     tokens(op)
     data, prepacked = op.node.inputs[0], op.number("weights_prepacked", -1)
-    if prepacked == 1 or (prepacked and (data is None or data.dtype != ir.DataType.FLOAT)):
+    on_gpus = data is None or data.dtype != ir.DataType.FLOAT
+    if prepacked == 1 or (prepacked and on_gpus):
         op.whole([axis for number in (2, 5, 8) if op.has(number) for axis in op.input(number)], PREPACKED)
         return
     bits = op.number("fc2_expert_weight_bits", op.number("expert_weight_bits", 4))
@@ -131,11 +134,17 @@ def quantized_experts(op: Operation) -> None:
     outer = op.input(6)[2] if by_blocks else bytes_
     block = ax.new_axis(ax.size_of(bytes_) * 8 // bits // ax.size_of(outer))
     inner = (*outer, *block)
+    together = max(1, EXPERT_TILE // ax.size_of(block)) if on_gpus else 1
+    if ax.size_of(outer) % together:
+        return
     if not by_blocks and op.has(11):
         return  # zero points of several rows share a byte
     if not relate_experts(op, inner, (2, 3, 4, 11), (8, 9, 10, 13)):
         return
     op.whole([block], "its quantization blocks are indivisible")
+    tile = ax.new_axis(together)
+    op.relate(outer, (*ax.new_axis(ax.size_of(outer) // together), *tile))
+    op.whole([tile], f"kernels on GPUs take multiples of {EXPERT_TILE}")
     if by_blocks:
         inside = ax.new_axis(ax.size_of(block) * bits // 8)
         op.relate(bytes_, (*outer, *inside))

@@ -81,7 +81,7 @@ def _start(model: Path, way: str, devices: str, end: float) -> str:
     said = done.stdout.strip().splitlines()
     if done.returncode == 0 and said:
         return said[-1]
-    return f"CRASH {done.returncode} {(done.stderr.strip().splitlines() or [''])[-1][:150]}"
+    return f"CRASH {done.returncode} {(done.stderr.strip().splitlines() or [''])[-1][:400]}"
 
 
 def _try(folder: Path, way: str, devices: Sequence[str]) -> str:

@@ -89,29 +89,36 @@ def few_bits(zeros: bool, **layout: int) -> Block:
     return b
 
 
-def few_bit_experts(bits: int = 4, blocks: bool = True, zeros: bool = False, **layout: int) -> Block:
+def few_bit_experts(
+    bits: int = 4, blocks: bool = True, zeros: bool = False, dtype: type[np.floating] = np.float32, **layout: int
+) -> Block:
     """A mixture whose activation is gated, between norms. `blocks`: of 16; without, there is a scale for each row.
 
     `layout`: as in `few_bits`.
     """
-    b, wide, inner, experts, packed = Block(), 32, 96, 4, 8 // bits
+    b, wide, inner, experts, packed = Block(), 32, 96 if dtype == np.float32 else 192, 4, 8 // bits
     x = softmax(b, b.data("x", (2, 5, wide), ["n", "t", wide]))
     router = b.op("Softmax", b.op("MatMul", b.op("Reshape", x, b.ints(-1, wide)), b.w("R", wide, experts)))
-    kind = "com.microsoft.QMoE"
+    kind, number_type = "com.microsoft.QMoE", ir.DataType.from_numpy(np.dtype(dtype))
+    x, router = (b.op("Cast", value, to=number_type) for value in (x, router))
 
     def matrix(name: str, rows: int, columns: int) -> tuple[list[ir.Value], ir.Value | None]:
         of_rows = (experts, rows, *([columns // 16] if blocks else []))
-        scales = b.weight(f"{name}.scales", ir.tensor(np.abs(b.random(f"{name}.scales", *of_rows)) * 0.01))
+        scales = b.weight(
+            f"{name}.scales", ir.tensor((np.abs(b.random(f"{name}.scales", *of_rows)) * 0.01).astype(dtype))
+        )
         numbers = stored(b, name, experts, rows, columns // packed, kind=np.uint8)
         shape = (experts, rows, columns // 16 // packed)
         made = stored(b, f"{name}.zeros", *shape, kind=np.uint8) if zeros else None
-        return [numbers, scales, b.w(f"{name}.bias", experts, rows)], made
+        bias = b.weight(f"{name}.bias", ir.tensor(b.random(f"{name}.bias", experts, rows).astype(dtype)))
+        return [numbers, scales, bias], made
 
     (first, own), (second, other) = matrix("A", 2 * inner, wide), matrix("B", wide, inner)
     extra = [None, None, None, own, other] if zeros else []
     how = {"k": 2, "expert_weight_bits": bits, "normalize_routing_weights": 1, "swiglu_fusion": 1}
     how |= {"block_size": 16, **layout} if blocks else {}
-    y = softmax(b, b.op(kind, x, router, *first, *second, *extra, activation_type="swiglu", **how))
+    made = b.op(kind, x, router, *first, *second, *extra, activation_type="swiglu", **how)
+    y = softmax(b, b.op("Cast", made, to=ir.DataType.FLOAT))
     b.give(beside(b, y) if layout else y)
     return b
 
@@ -187,6 +194,16 @@ def test_weights_in_the_layout_of_a_kernel_stay_whole(
 ) -> None:
     """Their elements are in an order that CPUs do not know: what is wrong on a GPU would agree here."""
     check(few_bits(False, weight_prepacked=1), tmp_path, "CD", TWO, {"A", "A.scales", "B", "B.scales"})
+
+
+def test_experts_in_half_precision_are_cut_as_kernels_on_gpus_take_them(tmp_path: Path) -> None:
+    """In multiples of 64: three units for two ranks, and for three."""
+    b = few_bit_experts(dtype=np.float16, weights_prepacked=0)
+    units = [
+        {weight.name: weight.units for weight in plan.weights}["B"]
+        for plan in check_split(b, tmp_path, {*EXPERTS, *"CD"}, ((2, 1), (1, 1, 1)), tolerance=4e-3)
+    ]
+    assert units == ["2,1", "1,1,1"]
 
 
 def test_experts_in_the_layout_of_a_kernel_stay_whole(tmp_path: Path) -> None:
