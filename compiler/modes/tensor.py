@@ -47,6 +47,8 @@ from splitc.runtime.units import first_few, format_bytes
 LEAST_SHARE = 0.25
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
+# Why there is no plan with a fallback, though there would be one without.
+SLOWER = "tensor mode splits this model only with collectives that take longer than they save"
 
 
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
@@ -86,8 +88,10 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         plan = make(fast)
     except (CannotSplitError, DoesNotFitError) as error:
         small = small_axes(analysis, count)
-        if small.islands == fast.islands or (isinstance(error, CannotSplitError) and request.fallback is not None):
+        if small.islands == fast.islands:
             raise
+        if isinstance(error, CannotSplitError) and request.fallback is not None:
+            raise CannotSplitError(SLOWER) from error
         return make(small)
     if _block_share(plan) >= LEAST_SHARE:
         return plan

@@ -180,14 +180,17 @@ def test_matrix_that_no_weight_makes_is_no_product(tmp_path: Path) -> None:
     check_rows(b, tmp_path, ["W0", "W1"], rounds=2)
 
 
-def test_tensor_mode_falls_back_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_slower", [False, True])
+def test_tensor_mode_falls_back_too(is_slower: bool, tmp_path: Path) -> None:
+    """Where it can split nothing, and where a collective would take longer than it saves."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 12), ["n", 12]))
-    b.give(b.op("Softmax", b.op("MatMul", x, b.w("A", 12, 12))), shape=["n", 12])
+    x = b.op("MatMul", x, b.w("A", 12, 12) if is_slower else b.op("Softmax", b.data("y", (12, 12), [12, 12])))
+    b.give(b.op("Softmax", x), shape=["n", 12])
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", fallback="layer"))
     assert plan.split_mode == "layer"
-    assert "tensor mode can split nothing" in plan.warnings[0]
+    assert ("only with collectives that take longer" if is_slower else "can split nothing") in plan.warnings[0]
 
 
 def test_small_and_outer_weights_stay_on_the_main_device_and_are_listed(tmp_path: Path) -> None:
