@@ -185,7 +185,7 @@ def test_tensor_mode_falls_back_too(is_slower: bool, tmp_path: Path) -> None:
     """Where it can split nothing, and where a collective would take longer than it saves."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 12), ["n", 12]))
-    x = b.op("MatMul", x, b.w("A", 12, 12) if is_slower else b.op("Softmax", b.data("y", (12, 12), [12, 12])))
+    x = b.op("MatMul", x, b.w("A", 12, 12) if is_slower else b.op("Softmax", b.data("z", (12, 12), [12, 12])))
     b.give(b.op("Softmax", x), shape=["n", 12])
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", fallback="layer"))
