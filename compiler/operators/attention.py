@@ -127,6 +127,21 @@ def fused_attention(op: Operation) -> None:
         op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
 
 
+def quantized_attention(op: Operation) -> None:
+    """com.microsoft.QAttention: as `fused_attention`, of integers. Scales and zero points are one, or one a column."""
+    count = op.number("num_heads", 0)
+    if count <= 0 or ax.size_of(op.input(1)[-1]) % (3 * count):
+        return
+    heads, columns = ax.new_axis(count), "(h d + h d + h d)"
+    scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
+    op.pattern(
+        f"b l i, i {columns}, {columns}, -, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d -> b l (h d), 2 b h t d",
+        whole="ildpt2m",
+        known={"h": heads, "d": ax.new_axis(ax.size_of(op.input(1)[-1]) // (3 * count))},
+    )
+    op.attributes["num_heads"] = [heads]
+
+
 def rotary_embedding(op: Operation) -> None:
     """Rotary embedding of [b, heads, l, d] or [b, l, heads x d], or of only the first 2 x r elements of each head.
 
@@ -278,7 +293,7 @@ OPERATORS = (
         states={1: 6, 2: 7},
         scratch=scratch.multi_head_attention,
     ),
-    _attention("com.microsoft.QAttention", masks=(5,), states={1: 8}, quantizes=True),
+    _attention("com.microsoft.QAttention", quantized_attention, masks=(5,), states={1: 8}, quantizes=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
     Operator("com.microsoft.MRotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
     Operator(

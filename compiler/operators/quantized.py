@@ -11,7 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.linear import relate_experts, tokens
+from splitc.compiler.operators.linear import integer_product_shape, product_flops, relate_experts, tokens
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 from splitc.runtime.arrays.array import Array
@@ -56,6 +56,17 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
     op.reduced = tuple(factor for axis in op.input(0) for factor in axis)
+
+
+def dynamically_quantized_product(op: Operation) -> None:
+    """The columns of the second matrix are independent, with scales and bias. The first is quantized as a whole."""
+    if len(op.input(1)) != 2:
+        return
+    columns = op.output()[-1]
+    op.relate(op.input(1)[1], columns)
+    for axis in (axis for number in (2, 3, 4) if op.has(number) for axis in op.input(number)):
+        if ax.size_of(axis) == ax.size_of(columns):
+            op.relate(axis, columns)
 
 
 def matmul_blocks(op: Operation) -> None:
@@ -214,6 +225,14 @@ OPERATORS = (
     Operator("QuantizeLinear", linear_quantization, quantizes=True),
     Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, quantizes=True),
     Operator("DynamicQuantizeLinear", dynamic_quantization, quantizes=True),
+    Operator(
+        "com.microsoft.DynamicQuantizeMatMul",
+        dynamically_quantized_product,
+        product_flops,
+        integer_product_shape,
+        quantizes=True,
+        matrix_input=1,
+    ),
     Operator(
         "com.microsoft.MatMulNBits",
         matmul_blocks,

@@ -92,7 +92,7 @@ def _others(plan: Plan) -> Iterator[str]:
             f"{format_bytes(max(chosen.peaks))}: --split-mode {smaller.mode}."
         )
     if not said and len(possible) > 1:
-        yield f"None of the {len(possible) - 1} others that were compared is better by {WORTH:.0%} in time or memory."
+        yield f"Nothing else of the {len(possible)} that were compared is better by {WORTH:.0%} in time or memory."
 
 
 def _whole(plan: Plan) -> Iterator[str]:

@@ -129,7 +129,7 @@ def masked_attention_of_a_token() -> Block:
 
 
 def quantized_attention() -> Block:
-    """QAttention has no axes rule: its inner projection stays whole."""
+    """What it multiplies is quantized with a scale for all, before."""
     b = Block()
     scale, zero = number(b, 0.01), b.constant(128, np.uint8)
     x = b.op("QuantizeLinear", normed(b), scale, zero)
@@ -200,7 +200,9 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.DecoderMaskedMultiHeadAttention": Tiny(masked_attention_of_a_token, "AB", PROJECTIONS),
     "com.microsoft.GroupQueryAttention": by_heads(lambda: group_query_attention(False)),
     "com.microsoft.MultiHeadAttention": by_heads(lambda: multi_head_attention("apart")),
-    "com.microsoft.QAttention": Tiny(quantized_attention, "AB", {"qkv", "bias", "o"}),
+    "com.microsoft.QAttention": Tiny(
+        quantized_attention, {"A", "B", "qkv", "bias", "o"}, sums=2, shares=MORE_THAN_HEADS
+    ),
     "RotaryEmbedding": by_heads(lambda: rotary("RotaryEmbedding", False)),
     "com.microsoft.MRotaryEmbedding": by_heads(lambda: rotary("com.microsoft.MRotaryEmbedding", False)),
     "com.microsoft.RotaryEmbedding": by_heads(lambda: rotary("com.microsoft.RotaryEmbedding", False)),

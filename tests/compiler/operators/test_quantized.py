@@ -89,6 +89,17 @@ def few_bits(zeros: bool, **layout: int) -> Block:
     return b
 
 
+def quantized_as_a_whole() -> Block:
+    """A product that quantizes its input by itself, with scales, zero points and a bias by column."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, 12), ["n", "t", 12]))
+    scales = b.weight("A.scales", ir.tensor(np.abs(b.random("A.scales", INNER)) * 0.01))
+    inputs = stored(b, "A", 12, INNER), scales, stored(b, "A.zeros", INNER), b.w("A.bias", INNER)
+    inner = b.op("Relu", b.op("com.microsoft.DynamicQuantizeMatMul", x, *inputs))
+    b.give(softmax(b, b.op("MatMul", inner, b.w("B", INNER, 12))))
+    return b
+
+
 def few_bit_experts(
     bits: int = 4, blocks: bool = True, zeros: bool = False, dtype: type[np.floating] = np.float32, **layout: int
 ) -> Block:
@@ -159,6 +170,9 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.QuantizeLinear": sandwich(rounded_by_column, split={"scales", "zeros"}),
     "DynamicQuantizeLinear": sandwich(scale_found_at_run_time),
     "com.microsoft.QEmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
+    "com.microsoft.DynamicQuantizeMatMul": Tiny(
+        quantized_as_a_whole, {"A", "A.scales", "A.zeros", "A.bias", "B"}, sums=1, shares=SHARES
+    ),
     "com.microsoft.QMoE": Tiny(few_bit_experts, EXPERTS, {"B.bias", "R"}, sums=1, shares=SHARES),
     "com.microsoft.MatMulNBits": Tiny(
         lambda: few_bits(False), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES
