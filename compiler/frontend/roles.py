@@ -27,7 +27,8 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
     roles.update(_tell_apart(graph, {value: size for value, size in rows.items() if value not in roles}))
     masks = _above_masks(graph)
-    roles.update({value: Role(masks[value]) for value in inputs if value in masks and value not in roles})
+    read = {value: Role(masks[value], counted=_is_counted(value)) for value in inputs if value in masks}
+    roles.update({value: role for value, role in read.items() if value not in roles})
     for value in inputs:
         if value not in roles and (role := _named(value)) is not None:
             roles[value] = role
@@ -48,6 +49,11 @@ def _named(value: ir.Value) -> Role | None:
     """The role from the input's name, as the last resort."""
     name = (value.name or "").lower()
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
+
+
+def _is_counted(value: ir.Value) -> bool:
+    """Whether nodes only sum a mask, or read its length."""
+    return all(node.op_type in ("Cast", "ReduceSum") or operator_of(node).reads_shape for node, _ in _uses(value))
 
 
 def _rearranges(node: ir.Node) -> bool:

@@ -37,11 +37,13 @@ class Role(Struct, frozen=True):
     """The meaning of an input.
 
     `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
-    mask is computed from it) or `bias` (it is added to attention scores unchanged).
+    mask is computed from it) or `bias` (it is added to attention scores unchanged). A mask is `counted` if only the
+    number of its ones and its length are read.
     """
 
     kind: str
     rows: int = 0
+    counted: bool = False
 
 
 # A shape in the model's file: a dimension is a number, a symbol, or None if unknown. None as a whole is any shape.

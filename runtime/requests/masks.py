@@ -62,11 +62,13 @@ def _lengthened(mask: Array, length: int) -> Array:
 def find_cache_masks(manifest: Manifest) -> CacheMasks:
     """The masks of a model that writes all of its caches in place; none for other models.
 
-    Where ranks get the number of filled rows, masks have that length.
+    Where ranks get the number of filled rows, masks have that length. In a model with states of one size too, as of
+    linear attention, a mask may also say which of the new tokens change these, unless tokens are only counted by it.
     """
     growing = [state for state in manifest.states if state.grows is not None]
-    if not growing or manifest.lengths or not all(state.in_place for state in manifest.states):
+    if not growing or manifest.lengths or not all(state.in_place for state in growing):
         return CacheMasks()
+    has_others = not all(state.in_place for state in manifest.states)
     tokens, given = of_role(manifest.inputs, "indices"), of_role(manifest.inputs, "mask")
     # A mask with the shape of the ids is one of the new tokens, and one with a size of other inputs is an encoder's.
     of_new = [tensor.shape for tensor in tokens]
@@ -77,6 +79,7 @@ def find_cache_masks(manifest: Manifest) -> CacheMasks:
         tensor.name
         for tensor in given
         if tensor.shape is not None
+        and (not has_others or (tensor.role is not None and tensor.role.counted))
         and len(tensor.shape) == 2
         and not isinstance(tensor.shape[1], int)
         and tensor.shape not in of_new
