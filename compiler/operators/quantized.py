@@ -102,6 +102,23 @@ def matmul_blocks(op: Operation) -> None:
         op.add_on_one_rank = frozenset([5])
 
 
+def matmul_flat_blocks(op: Operation) -> None:
+    """[..., K] x [N, K] of 4 bits, whose bytes are one list, as the scales of blocks along K are."""
+    data, columns, block = op.input(0), op.output()[-1], op.number("block_size", 0)
+    op.broadcast(data[:-1], op.output()[:-1])
+    if not op.number("transB", 1) or not block or ax.size_of(data[-1]) % block:
+        return
+    blocks, bytes_, pair = (ax.new_axis(size) for size in (ax.size_of(data[-1]) // block, block // 2, 2))
+    inside = (*bytes_, *pair)
+    op.relate(data[-1], (*blocks, *inside))
+    op.relate(op.input(1)[0], (*columns, *blocks, *bytes_))
+    op.relate(op.input(2)[0], (*columns, *blocks))
+    op.whole([bytes_, pair], "its quantization blocks are indivisible")
+    op.free([blocks, columns])
+    op.contracted = data[-1]
+    op.attributes.update(K=[data[-1]], N=[columns], block_size=[inside])
+
+
 def _zeros_of(op: Operation, number: int, scale: int, blocks: Axis, bits: int) -> Axis:
     """The axis of the blocks' zero points, input `number`, several of which may share a byte."""
     zeros, scales = op.node.inputs[number], op.node.inputs[scale]
@@ -233,6 +250,7 @@ OPERATORS = (
         quantizes=True,
         matrix_input=1,
     ),
+    Operator("com.microsoft.MatMulBnb4", matmul_flat_blocks, blocks_flops, is_product=True, matrix_input=1),
     Operator(
         "com.microsoft.MatMulNBits",
         matmul_blocks,

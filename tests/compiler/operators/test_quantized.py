@@ -89,6 +89,13 @@ def few_bits(zeros: bool, **layout: int) -> Block:
     return b
 
 
+def flat_blocks(b: Block, v: ir.Value) -> ir.Value:
+    """MatMulBnb4 with blocks of 16."""
+    scales = b.weight("C.scales", ir.tensor(np.abs(b.random("C.scales", 48 * 48 // 16))))
+    how = {"K": 48, "N": 48, "block_size": 16, "quant_type": 1}
+    return b.op("Relu", b.op("com.microsoft.MatMulBnb4", v, stored(b, "C", 48 * 48 // 2, kind=np.uint8), scales, **how))
+
+
 def quantized_as_a_whole() -> Block:
     """A product that quantizes its input by itself, with scales, zero points and a bias by column."""
     b = Block()
@@ -170,6 +177,9 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.QuantizeLinear": sandwich(rounded_by_column, split={"scales", "zeros"}),
     "DynamicQuantizeLinear": sandwich(scale_found_at_run_time),
     "com.microsoft.QEmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
+    "com.microsoft.MatMulBnb4": Tiny(
+        sandwich(flat_blocks, wide=48, narrow=48).build, {"C", "C.scales", "B"}, sums=1, shares=SHARES
+    ),
     "com.microsoft.DynamicQuantizeMatMul": Tiny(
         quantized_as_a_whole, {"A", "A.scales", "A.zeros", "A.bias", "B"}, sums=1, shares=SHARES
     ),
