@@ -1,4 +1,4 @@
-"""Names of nodes, operators and values."""
+"""Names of nodes, operators and values, and the numbers of constants."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Container
 from typing import Any
 
 import onnx_ir as ir
+
+# Marks initializers that are also inputs of the model: requests may override them (frontend/optional.py).
+OPTIONAL = "splitc.optional"
 
 
 def operator_name(node: ir.Node) -> str:
@@ -23,6 +26,11 @@ def describe_node(node: ir.Node) -> str:
     if not node.name:
         return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
     return f"node '{node.name}' ({node.op_type})"
+
+
+def known_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of a constant; None if the value is computed, or requests may override it."""
+    return None if value is None or OPTIONAL in value.meta else value.const_value
 
 
 def settings_of(node: ir.Node) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.compiler.nodes import known_tensor
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnx_session import open_in_memory
@@ -70,7 +71,7 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
 def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:
     """Compute the `wanted` values from the `known` ones and from weights. Only the nodes between them are copied.
 
-    Raises ONNX Runtime's errors, and ValueError if a value is needed but not known.
+    Raises ONNX Runtime's errors, and ValueError if a value is needed that is not known, or an optional input.
     """
     made = dict(known)
     if asked := [value for value in wanted if value not in known]:
@@ -78,6 +79,8 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
         nodes = [node for node in graph if node in needed]
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
         inputs = [value for value in read if value in known]
+        if any(value.is_initializer() and known_tensor(value) is None for value in read if value not in known):
+            raise ValueError("requests may override a value that is needed")
         part = with_own_tensors(view_of(graph, inputs, asked, nodes))
         for copy, value in zip(part.inputs, inputs, strict=True):
             copy.shape = ir.Shape(known[value].shape)

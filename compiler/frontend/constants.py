@@ -14,8 +14,9 @@ from splitc.compiler.frontend.editor import Editor, add_initializer
 from splitc.compiler.frontend.folding import LONGEST, fold, known_array
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx
 from splitc.compiler.frontend.node_key import node_key
-from splitc.compiler.frontend.optional import defaults_hidden, source_of
+from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.registry import operator_of
 
 # The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.
@@ -63,8 +64,8 @@ def _forget(node: ir.Node) -> None:
 
 
 def _is_number(value: ir.Value) -> bool:
-    tensor = value.const_value
-    if tensor is None or source_of(value) is not None:
+    tensor = known_tensor(value)
+    if tensor is None:
         return False
     if tensor.dtype in _OF_SIZES:
         return tensor.size <= LONGEST

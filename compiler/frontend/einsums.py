@@ -10,8 +10,8 @@ import re
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import is_onnx, tensor_of
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.nodes import known_tensor
 
 
 def multiply_by_matrices(graph: ir.Graph) -> None:
@@ -46,4 +46,5 @@ def _factors(node: ir.Node) -> tuple[ir.Value, ir.Value, bool] | None:
 
 def _is_matrix(value: ir.Value) -> bool:
     """Whether a value is a weight of two axes that requests can't override."""
-    return value.is_initializer() and source_of(value) is None and len(tensor_of(value).shape) == 2
+    tensor = known_tensor(value)
+    return value.is_initializer() and tensor is not None and len(tensor.shape) == 2

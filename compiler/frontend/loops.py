@@ -17,10 +17,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, source_through
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
 from splitc.compiler.frontend.unused import disconnect_subgraphs
-from splitc.compiler.nodes import unused_name
+from splitc.compiler.nodes import known_tensor, unused_name
 
 # The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
 LEADING, GOES_ON = 2, 1
@@ -96,8 +95,8 @@ def _is_true(condition: ir.Value | None) -> bool:
     """Whether a condition is left out, or is a constant that is true."""
     if condition is None or not condition.name:
         return True
-    tensor = condition.const_value
-    return tensor is not None and source_of(condition) is None and bool(np.all(tensor.numpy()))
+    tensor = known_tensor(condition)
+    return tensor is not None and bool(np.all(tensor.numpy()))
 
 
 def _scans_otherwise(scan: ir.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.nodes import known_tensor
 from splitc.runtime.arrays.array import Array
 
 
@@ -68,14 +68,8 @@ def filled_with(node: ir.Node) -> Array:
 
 def is_own(value: ir.Value, rank: int) -> bool:
     """Whether a value is a weight of this rank with one reader, which requests can't override."""
-    constant = value.const_value
-    return (
-        value.is_initializer()
-        and constant is not None
-        and len(constant.shape) == rank
-        and len(value.uses()) == 1
-        and source_of(value) is None
-    )
+    constant = known_tensor(value)
+    return value.is_initializer() and constant is not None and len(constant.shape) == rank and len(value.uses()) == 1
 
 
 def own_matrix(value: ir.Value) -> tuple[ir.Value, int] | None:
@@ -101,6 +95,5 @@ def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
 
 def constant_numbers(value: ir.Value | None) -> list[int] | None:
     """The elements of an integer constant; None if the value is computed, or requests may override it."""
-    if value is None or value.const_value is None or source_of(value) is not None:
-        return None
-    return [int(number) for number in np.ravel(value.const_value.numpy())]
+    tensor = known_tensor(value)
+    return None if tensor is None else [int(number) for number in np.ravel(tensor.numpy())]

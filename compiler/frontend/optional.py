@@ -17,11 +17,11 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.lazy_tensors import runs_of
 from splitc.compiler.frontend.reads import has_subgraphs
+from splitc.compiler.nodes import OPTIONAL
 from splitc.runtime.package.manifest import Override
 
 # From this version on, an initializer that is an input may be overridden. Before, every initializer had to be an input.
 FIRST_IR_VERSION = 4
-_MARK = "splitc.optional"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class OptionalOrigin:
     input: str
     declared: ir.Shape | None
     places: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+    @property
+    def has_fixed_shape(self) -> bool:
+        """Whether its shape is the same in all requests."""
+        return self.declared is not None and self.declared.is_static()
 
     def is_fixed(self, axis: int) -> bool:
         """Whether its size along an axis is the same in all requests."""
@@ -49,7 +54,7 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
     given = [value for value in model.graph.inputs if value.is_initializer()]
     optional = given if model.ir_version >= FIRST_IR_VERSION else []
     for value in optional:
-        value.meta[_MARK] = OptionalOrigin(value.name or "", value.shape)
+        value.meta[OPTIONAL] = OptionalOrigin(value.name or "", value.shape)
     if given or has_subgraphs(model.graph):  # the pass walks the whole model
         passes.RemoveInitializersFromInputsPass()(model)
     model.ir_version = max(model.ir_version, FIRST_IR_VERSION)
@@ -58,14 +63,14 @@ def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
 
 def unmark(value: ir.Value) -> None:
     """Make an optional input an ordinary weight."""
-    value.meta.pop(_MARK, None)
+    value.meta.pop(OPTIONAL, None)
 
 
 def source_of(value: ir.Value | None) -> OptionalOrigin | None:
     """The optional input that an initializer comes from; None for other initializers."""
-    if value is None or _MARK not in value.meta:  # a get of a missing key is slow: it raises an error inside
+    if value is None or OPTIONAL not in value.meta:  # a get of a missing key is slow: it raises an error inside
         return None
-    source: OptionalOrigin = value.meta[_MARK]
+    source: OptionalOrigin = value.meta[OPTIONAL]
     return source
 
 
@@ -77,14 +82,14 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
 def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, declared: ir.Shape) -> ir.Value:
     """A new optional input of a graph, with this default and shape."""
     value = add_initializer(graph, tensor)
-    value.meta[_MARK] = OptionalOrigin(value.name or "", declared)
+    value.meta[OPTIONAL] = OptionalOrigin(value.name or "", declared)
     return value
 
 
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
     """Mark a new initializer as a shard of another one, if that is optional. `places` are its indices by axis."""
     if (source := source_of(whole)) is not None:
-        part.meta[_MARK] = OptionalOrigin(source.input, source.declared, places)
+        part.meta[OPTIONAL] = OptionalOrigin(source.input, source.declared, places)
 
 
 @contextmanager

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import source_through
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import known_tensor, operator_name
 
 OPERATOR, MULTI_HEAD = "Attention", "com.microsoft.MultiHeadAttention"
 # Indices of outputs.
@@ -140,7 +139,7 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 def _hides_nothing(mask: ir.Value) -> bool:
     """Whether a mask is a constant of True only: exporters write one for encoders without a mask."""
     mask = source_through(mask, "Expand", "Identity", *VIEWS)
-    tensor = None if mask.producer() is not None or source_of(mask) is not None else mask.const_value
+    tensor = None if mask.producer() is not None else known_tensor(mask)
     if tensor is None or tensor.dtype != ir.DataType.BOOL or tensor.size > LARGEST:
         return False
     return bool(tensor.numpy().all())

@@ -22,7 +22,7 @@ from splitc.compiler.fusion.kernels import Types
 from splitc.compiler.fusion.mixtures import FAILURES, LOOKUPS, find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import has_attribute
 from splitc.compiler.fusion.parts import check_type
-from splitc.compiler.nodes import name_of
+from splitc.compiler.nodes import known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -122,7 +122,7 @@ def experts_before(node: ir.Node) -> Experts | None:
         elif maker is not None and maker not in between:
             between.add(maker)
             left += [value for value in maker.inputs if value is not None]
-        elif maker is None and value.const_value is None:
+        elif maker is None and known_tensor(value) is None:
             return None
     if left or len(made) != 1:
         return None
@@ -187,7 +187,7 @@ def _check(graph: ir.Graph, experts: Experts, types: Types) -> Activation:
     if not computes_gates():
         raise NotFusedError(f"the installed ONNX Runtime's operator {OPERATOR} computes no gates: install a newer one")
     weights = [value for groups in (experts.first, experts.second) for value in (groups.matrices, groups.biases)]
-    if any(value is not None and (value.const_value is None or value.is_graph_input()) for value in weights):
+    if any(value is not None and known_tensor(value) is None for value in weights):
         raise NotFusedError("its matrices are not constants")
     if not fits(experts):
         raise NotFusedError(f"the operator takes sizes that are multiples of {MULTIPLE}, from {LEAST_SIZE} on")

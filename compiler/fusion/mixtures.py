@@ -16,6 +16,7 @@ from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.matching import is_onnx, made_by, other_input, source_through, tensor_of
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.walks import producers
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.row_groups import RowGroups
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -67,7 +68,7 @@ def find_sorting(result: ir.Value, first: RowGroups) -> Sorting | None:
             shares = _looked_up(other_input(node, value))
         elif is_onnx(node, "Add") and biases is None and shares is None:
             biases = _looked_up(other_input(node, value))
-            if biases is None or biases.const_value is None:
+            if known_tensor(biases) is None:
                 return None
         elif is_onnx(node, *LOOKUPS) and place == 0 and shares is not None:
             sorting = Sorting(rows.inputs[0], numbers, shares, node.outputs[0], count, biases)

@@ -14,11 +14,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import HALVES
 
 OPERATOR = "LayerNormalization"
@@ -66,9 +66,8 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
 
 def _is_all(value: ir.Value, number: float) -> bool:
     """Whether all elements of a weight are this number, and requests can't override it."""
-    if value.const_value is None or source_of(value) is not None:
-        return False
-    return bool(np.all(value.const_value.numpy() == number))
+    tensor = known_tensor(value)
+    return tensor is not None and bool(np.all(tensor.numpy() == number))
 
 
 def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> None:

@@ -17,13 +17,12 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import settings_of
+from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "SimplifiedLayerNormalization"
@@ -220,9 +219,9 @@ def _is_exact(value: ir.Value, like: ir.Value) -> bool:
     """Whether the type of another value holds a weight exactly: it is cast from it, or requests can't override it."""
     if (source := half_source(value)) is not None:
         return source.dtype == like.dtype
-    if value.const_value is None or source_of(value) is not None:
+    if (tensor := known_tensor(value)) is None:
         return False
-    numbers = value.const_value.numpy()
+    numbers = tensor.numpy()
     with np.errstate(over="ignore"):
         return bool(np.array_equal(_narrowed(numbers, like).astype(numbers.dtype), numbers))
 

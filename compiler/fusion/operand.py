@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by, only_user, value_before
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 
 # Operators that change a value's shape and keep the order of its elements.
@@ -162,9 +162,8 @@ def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
 
 def constant(value: ir.Value | None) -> float | None:
     """The number of a constant of one element; None for any other value, and for one that requests may override."""
-    if value is None or value.const_value is None or value.const_value.size != 1 or source_of(value) is not None:
-        return None
-    return float(value.const_value.numpy().reshape(()))
+    tensor = known_tensor(value)
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def same_number(value: ir.Value | None) -> float | None:

@@ -24,6 +24,7 @@ from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.fusion.sizes import Sizes, size_readers
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
 
@@ -209,11 +210,13 @@ def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection
 
 def _content(value: ir.Value | None) -> Hashable:
     """The key of an input by which nodes are compared: a constant's numbers, or a computed value itself."""
-    return value if value is None or value.const_value is None else tensor_key(value.const_value)
+    tensor = known_tensor(value)
+    return value if tensor is None else tensor_key(tensor)
 
 
 def _is_small(value: ir.Value) -> bool:
-    return value.is_initializer() and value.const_value is not None and value.const_value.nbytes <= LARGEST
+    tensor = known_tensor(value)
+    return value.is_initializer() and tensor is not None and tensor.nbytes <= LARGEST
 
 
 def _has(value: ir.Value, growing: Collection[tuple[int, int]], sizes: Sizes) -> bool:

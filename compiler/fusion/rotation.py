@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.runtime.arrays.array import Array
@@ -78,10 +79,8 @@ class _Step:
     def integers(self, number: int) -> list[int] | None:
         """An input that is a list of integers, or one integer; None if it is not known."""
         value = self.node.inputs[number] if number < len(self.node.inputs) else None
-        if value is None:
-            return None
-        if value.const_value is not None:
-            return [int(one) for one in value.const_value.numpy().reshape(-1)]
+        if value is None or value.const_value is not None:
+            return constant_numbers(value)
         array = self.rotation.known.get(value.name or "")
         return None if array is None else [int(one) for one in array.reshape(-1)]
 

@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.request.shapes import Shape
 
@@ -94,6 +95,8 @@ class Sizes:
     def of(self, value: ir.Value) -> tuple[Size, ...] | None:
         """The sizes of a value's axes; None if they are not known."""
         if value.const_value is not None:
+            if (source := source_of(value)) is not None and not source.has_fixed_shape:
+                return None
             return tuple((size, size) for size in shape_of(value))
         shape, probe = self.shapes.get(value.name or ""), self.probes.get(value.name or "")
         if shape is None or probe is None or len(shape) != len(probe) or min((*shape, *probe), default=0) < 0:

@@ -13,14 +13,14 @@ import onnx_ir as ir
 from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.observation import FAILURES
 from splitc.compiler.frontend.reads import holds_graphs, read_sizes
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Role
 
@@ -76,7 +76,8 @@ class Tables:
     def _compute(self, table: ir.Value, fed: bool = True) -> Array | None:
         """A table's numbers as float64; None if they take too much, fail, or need inputs and are not `fed`."""
         if table.const_value is not None:
-            return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
+            tensor = known_tensor(table)
+            return None if tensor is None else tensor.numpy().astype(np.float64)
         above = reached(
             producers([table]), lambda node: () if self._sizes_of(node) is not None else producers(node.inputs)
         )
@@ -93,7 +94,7 @@ class Tables:
             return None
         try:
             (numbers,) = run_part(self._graph.graph, {**self._made_up(inputs), **sizes}, [table])
-        except ERRORS:
+        except FAILURES:
             return None
         return numbers.astype(np.float64)
 

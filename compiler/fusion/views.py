@@ -209,12 +209,11 @@ def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
 
 def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | None:
     """The constant shape by which a Reshape of `source` gives the same result; None if there is none."""
-    shape = node.inputs[1].const_value if node.op_type == "Reshape" and node.inputs[1] is not None else None
-    if shape is None or node.attributes.get_int("allowzero", False):
+    numbers = constant_numbers(node.inputs[1]) if node.op_type == "Reshape" else None
+    if numbers is None or node.attributes.get_int("allowzero", False):
         return None
     old, new = (None if value is None else sizes.axes(value) for value in (node.inputs[0], source))
     assert old is not None and new is not None
-    numbers: list[int] = shape.numpy().tolist()
     lost = [n for n, number in enumerate(numbers) if number == 0 and (n >= len(new) or old[n].is_apart(new[n]))]
     if len(lost) == 1 and numbers.count(0) == 1 and -1 not in numbers:
         numbers[lost.pop()] = -1  # only without other zeros: a copied size of 0 makes -1 ambiguous

@@ -29,10 +29,10 @@ from splitc.compiler.frontend.matching import (
     tensor_of,
     value_before,
 )
-from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.lowering.skip_norms import known_shape
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
@@ -124,7 +124,7 @@ def _with_weights(
 
 def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of an initializer that requests can't override; None for other values."""
-    return value.const_value if value is not None and value.is_initializer() and source_of(value) is None else None
+    return known_tensor(value) if value is not None and value.is_initializer() else None
 
 
 def _filled(value: ir.Value | None, number: float) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.operator import Shapes
 
 # The most rows whose matrices are copied, and the most bytes of the copies. A choice: a token has 2 to 10 experts, with
@@ -124,7 +125,7 @@ def _number(value: ir.Value | None) -> int | None:
     """The only number of a constant, or of one that a Squeeze makes a scalar."""
     squeeze = _producer(value, "Squeeze")
     value = value if squeeze is None else squeeze.inputs[0]
-    tensor = None if value is None else value.const_value
+    tensor = known_tensor(value)
     return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 

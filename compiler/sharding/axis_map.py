@@ -191,7 +191,7 @@ class _Relater:
         if not value.is_initializer():
             return self.shared[value] if value in self.shared else _computed(value, self.bound)
         shape = shape_of(value)
-        if (source := source_of(value)) is not None and not all(map(source.is_fixed, range(len(shape)))):
+        if (source := source_of(value)) is not None and not source.has_fixed_shape:
             return self.shared.setdefault(value, tuple(_optional(value, source, axis) for axis in range(len(shape))))
         if value.dtype == ir.DataType.STRING:
             axes = _fresh(shape)

@@ -176,3 +176,25 @@ def test_before_version_4_branches_may_read_weights(tmp_path: Path) -> None:
     fed = {"x": np.array([1, 2], np.float32), "flag": np.array(True)}
     with Session(tmp_path / "package") as session:
         assert_close(session.run(fed), run_whole(tmp_path / "model.onnx", fed))
+
+
+NORM = """<ir_version: 8, opset_import: ["" : 18]>
+norm (float[batch, 8, 16] x, int64[1] axes = {-1}, int64[4] views = {0, 0, 4, 4}) => (float[batch, 8, n] y) <
+    float two = {2}, float small = {1e-6}, int64[4] heads = {0, 0, 2, 8}
+> {
+    squares = Pow (x, two)  mean = ReduceMean <keepdims = 1> (squares, axes)  total = Add (mean, small)
+    root = Sqrt (total)  normal = Div (x, root)
+    by_heads = Reshape (normal, heads)  other = Reshape (by_heads, views)  last = Constant <value_ints = [-1]> ()
+    y = ReduceMax <keepdims = 0> (other, last)
+}"""
+
+
+def test_fusions_do_not_rely_on_default_axes_and_shapes(tmp_path: Path) -> None:
+    """The norm was one along the last axis, and the Reshape one by the default shape, whatever a request fed."""
+    onnx.save(onnx.parser.parse_model(NORM), tmp_path / "model.onnx")
+    x = np.random.default_rng(0).standard_normal((2, 8, 16), np.float32)
+    split(tmp_path / "model.onnx", tmp_path / "package", {"x": x}, "layer", (1,))
+    with Session(tmp_path / "package") as session:
+        for given in ({}, {"axes": np.array([1])}, {"views": np.array([0, 0, 8, 2])}):
+            feeds = {"x": x, **given}
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds), 1e-5)
