@@ -28,6 +28,7 @@ from splitc.compiler.frontend.matching import (
 from splitc.compiler.frontend.origins import described, own_shape, planned_shape, take_place
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
+from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 
@@ -120,6 +121,8 @@ def _find_half(total: ir.Value, reads: int) -> _Half | None:
         return None
     data, weight = product.inputs
     if data is None or weight is None or not is_own(weight, 2) or len(total.uses()) != reads or total.is_graph_output():
+        return None
+    if known_tensor(biased[1]) is None:
         return None
     return _Half(data, weight, biased[1])
 

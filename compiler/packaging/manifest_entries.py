@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_shape, describe_tensor
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.roles import find_roles, planned_roles
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.modes.rows import row_sources, rows_of_micro_batches
 from splitc.compiler.operators.registry import operator_of, quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
@@ -26,6 +28,8 @@ from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.states import Preamble
 from splitc.runtime.version import VERSION
+
+_LEAST_PRECISE_FIRST = ("int2", "int4", "int8", "bfloat16", "float16", "float32")
 
 
 def make_manifest(
@@ -218,14 +222,26 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, planned: m.Role | N
 def number_type(analysis: Analysis) -> str:
     """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree.
 
-    Quantized weights count only if activations are quantized too. Otherwise all is computed in floats.
+    A weight that is cast counts in the least precise type on its way, as half precision in models with float32 weights
+    that were exported with torch.autocast. Quantized weights count only if activations are quantized too. Otherwise all
+    is computed in floats.
     """
-    sizes: dict[str, int] = {}
+    sizes, costs = Counter[str](), analysis.costs
     rounded = any(map(quantizes, analysis.graph.nodes))
-    for weight in analysis.costs.weights(analysis.graph.nodes):
-        if weight.dtype is not None and (rounded or weight.dtype.is_floating_point()):
-            kind = f"int{weight.dtype.bitwidth}" if weight.dtype.is_integer() else str(weight.dtype.numpy())
-            sizes[kind] = sizes.get(kind, 0) + analysis.costs.value_bytes(weight)
-    order = ["int4", "int2", "int8", "bfloat16", "float16", "float32"]
-    held = [kind for kind in order if 10 * sizes.get(kind, 0) >= sum(sizes.values()) > 0]
+    for weight in costs.weights(analysis.graph.nodes):
+        types = [value.dtype for value in reached([weight], _passed_on) if value.dtype is not None]
+        kinds = {_kind(dtype) for dtype in types if rounded or dtype.is_floating_point()}
+        if kinds:
+            sizes[next((kind for kind in _LEAST_PRECISE_FIRST if kind in kinds), "other")] += costs.value_bytes(weight)
+    held = [kind for kind in _LEAST_PRECISE_FIRST if 10 * sizes[kind] >= sizes.total() > 0]
     return held[0] if held else "float32"
+
+
+def _kind(dtype: ir.DataType) -> str:
+    return f"int{dtype.bitwidth}" if dtype.is_integer() else str(dtype.numpy())
+
+
+def _passed_on(value: ir.Value) -> list[ir.Value]:
+    """What readers make of a value that cast it, dequantize it, or pass it on in another form."""
+    readers = [node for node, place in value.uses() if place == 0]
+    return [node.outputs[0] for node in readers if operator_of(node).rearranges or operator_of(node).dequantizes]

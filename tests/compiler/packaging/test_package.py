@@ -61,6 +61,18 @@ def test_8_bit_weights_count_where_activations_are_rounded(kind: str, expected: 
     assert number_type(plan.analysis) == expected
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_weights_count_in_the_type_of_their_product(kind: str, tmp_path: Path) -> None:
+    """Models that torch.autocast ran have float32 weights, which are cast before each product."""
+    b, to = Block(), ir.DataType[kind.upper()]
+    x = b.op("Cast", b.data("x", (5, 12), ["n", 12]), to=to)
+    y = b.op("MatMul", x, b.op("Cast", b.op("Transpose", b.w("A", 24, 12), perm=[1, 0]), to=to))
+    b.give(b.op("Cast", y, to=ir.DataType.FLOAT), shape=["n", 24])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    assert number_type(plan.analysis) == kind
+
+
 def test_existing_path_is_kept_unless_forced(decoder: Path, plan: Plan, tmp_path: Path) -> None:
     target = tmp_path / "package"
     compile_model(plan, target)
