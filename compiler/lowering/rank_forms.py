@@ -37,11 +37,21 @@ def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
     return {"collective_operation": "all_reduce", "reduce_op": operation, "root": -1, "nb_rank": ranks}
 
 
+def uncounted(editor: Editor, value: ir.Value) -> ir.Value:
+    """Replace a value of which this rank adds nothing to a sum by zeros."""
+    return editor.wrap(value, "Where", _zeros_of(editor, value), "uncounted")
+
+
+def _zeros_of(editor: Editor, value: ir.Value) -> list[ir.Value]:
+    """The inputs of the Where that makes zeros of a value. A product would make NaN of inf."""
+    return [editor.constant(np.array(False)), value, editor.scalar(0, value)]
+
+
 def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
     """Replace elements that a node sums over, but another rank adds to the sum, by zeros.
 
     Ranks may hold copies of the same units, of which one rank owns each. The mask is for a rank that owns units of some
-    sections and not of others. If it owns none, its whole result is multiplied by zero instead.
+    sections and not of others. If it owns none, its whole result is `uncounted` instead.
     """
     present = set(ax.atoms(operation.contracted))
     for leaf in ax.leaves(operation.contracted):
@@ -182,7 +192,7 @@ def _reduce_sums(
         sums.append(op(kind, data, *inputs, **attributes))
     partial = op("Concat", *sums, axis=-1) if len(sums) > 1 else sums[0]
     if not shards.owns(axis):
-        partial = op("Mul", partial, zero)
+        partial = op("Where", *_zeros_of(editor, partial))
     whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
     # These names must be the same on all ranks.
     partial.name, whole.name = f"{made.name}/sums/part", f"{made.name}/sums"
@@ -209,8 +219,7 @@ def reduce_l2(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operati
         mask = editor.constant(shards.owned_mask(axis).reshape(-1, *[1] * behind))
         own = editor.before(node, "Where", mask, data, editor.scalar(0, data), dtype=data.dtype)
         node.replace_input_with(0, own)
-    other = value if shards.owns(axis) else editor.scalar(0, value)
-    squares = editor.wrap(value, "Mul", [value, other], "own")
+    squares = editor.wrap(value, "Mul", [value, value], "own") if shards.owns(axis) else uncounted(editor, value)
     total = editor.wrap(squares, COLLECTIVE, [squares], "part", **all_reduce("sum", ranks))
     editor.wrap(total, "Sqrt", [total], "squares")
 
@@ -255,18 +264,17 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
     if summed != kind:
         value = editor.wrap(value, "Cast", [value], "drawn", summed, to=summed)
     if not draws:
-        yes, zero = editor.constant(np.array(True)), editor.scalar(0, value)
-        value = editor.wrap(value, "Where", [yes, zero, value], "uncounted", summed)
+        value = uncounted(editor, value)
     value = sum_over_ranks(editor, ranks, value)
     if summed != kind:
         editor.wrap(value, "Cast", [value], "sum", kind, to=kind)
 
 
 def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
-    """Replace an input of an addition by zeros that depend on it: by a Where, as inf x 0 would be NaN."""
+    """Replace an input of an addition by zeros that depend on it."""
     value = node.inputs[number]
     assert value is not None
-    zeros = editor.before(node, "Where", editor.constant(np.array(False)), value, editor.scalar(0, value))
+    zeros = editor.before(node, "Where", *_zeros_of(editor, value))
     zeros.type, zeros.shape = value.type, value.shape
     node.replace_input_with(number, zeros)
 

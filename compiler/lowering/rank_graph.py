@@ -108,7 +108,7 @@ class _RankGraph:
         if origin.outputs[0] in self._split.sums.partial:
             result = self._drop_added(node, origin, operation) or result
             if not self._split.owns(self._rank, operation):
-                result = self._editor.wrap(result, "Mul", [result, self._editor.scalar(0, result)], "uncounted")
+                result = forms.uncounted(self._editor, result)
         if origin.outputs[0] in self._summed:
             result = forms.sum_over_ranks(self._editor, self._split.ranks, result)
         for crossing in self._crossings.get(origin, ()):

@@ -165,3 +165,22 @@ def test_rows_and_sections_that_are_one_axis(tmp_path: Path) -> None:
         for count in (1, 2, 9):
             feeds = {"x": np.random.default_rng(count).standard_normal((count, HIDDEN), np.float32)}
             assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
+
+
+@pytest.mark.parametrize("kind", ["MatMul", "RMSNormalization"])
+def test_rank_without_units_of_a_sum_adds_zeros_where_it_overflows(kind: str, tmp_path: Path) -> None:
+    """It multiplied its copy by zero, and inf x 0 is NaN: so was the sum of all ranks."""
+    b = Block(23)
+    large = [
+        b.weight(name, ir.tensor(np.full(shape, 1e20, np.float32))) for name, shape in (("A", (64, 2)), ("B", (2, 64)))
+    ]
+    x = b.op("MatMul", b.data("x", (4, 64)), large[0])
+    y = b.op(kind, x, large[1] if kind == "MatMul" else b.w("scale", 2))
+    b.give(y, shape=[4, None])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["3xcpu"], Request(split_mode="tensor", memory=["1GiB"]))
+    compile_model(plan, tmp_path / "package", verify=False)
+    feeds = {"x": np.ones((4, 64), np.float32)}
+    with Session(tmp_path / "package") as session:
+        found, expected = session.run(feeds), run_whole(tmp_path / "model.onnx", feeds)
+    np.testing.assert_array_equal(found["y"], expected["y"])
