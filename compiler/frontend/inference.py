@@ -57,7 +57,9 @@ def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> frozenset[st
         _infer_by_library(model)
     else:
         _infer_in_order(model, nodes, present, folds)
-    if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
+    for value in (value for node in nodes for value in node.outputs if value.dtype in UNKNOWN):
+        value.type = None  # no file can hold a sequence of unknown elements
+    if any(value.type is None for node in model.graph for value in node.outputs if value.name):
         add_types(model)
     return frozenset(observed)
 

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block, check_split, sharded
 from tests.helpers.graphs import read_graph
 from tests.helpers.operators import softmax
@@ -165,3 +169,43 @@ def test_optional_values_are_what_they_hold(write_model: WriteModel, made: str, 
         g (float[2, 4] x, float[2, 4] y) => (float[2, 4] r) <int64 last = {{-1}}> {{ {made} }}"""
     )
     assert [node.op_type for node in read_graph(path).nodes] == operators
+
+
+LOOPED = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[n, 16] x, int64 count) => (float[n, 16] y) <float[16, 16] w> {{
+    z = MatMul (x, w)
+    {body}
+}}"""
+LOOP = """
+    bent = Loop <body = body (int64 i, bool going, float[n, 16] h) => (bool goes_on, float[n, 16] after) {
+        goes_on = Identity (going)  after = Tanh (h)
+    }> (count, , z)
+"""
+MAPPED = f"""{LOOP}
+    parts = SequenceConstruct (bent, bent)
+    mapped = SequenceMap <body = each (float[n, 16] part) => (float[n, 16] made) {{ made = Relu (part) }}> (parts)
+    one = Constant <value_int = 1> ()  y = SequenceAt (mapped, one)
+"""
+IN_A_BRANCH = f"""
+    zero = Constant <value_int = 0> ()  many = Greater (count, zero)
+    y = If <else_branch = none () => (float[n, 16] same) {{ same = Identity (z) }},
+            then_branch = some () => (float[n, 16] joined) {{ {LOOP}
+                half = Constant <value_int = 8> ()  parts = SplitToSequence <axis = 1> (bent, half)
+                joined = ConcatFromSequence <axis = 1> (parts)
+            }}> (many)
+"""
+
+
+@pytest.mark.parametrize("body", [MAPPED, IN_A_BRANCH], ids=["mapped", "in a branch"])
+def test_sequences_of_what_loops_make(body: str, write_model: WriteModel, tmp_path: Path) -> None:
+    """Their elements' type is not known while shapes are inferred. It was written to a file, which failed."""
+    model = onnx.load(write_model(LOOPED.format(body=body)))
+    w = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(shapes={"x": (3, 16)}))
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for count in (0, 1, 3):
+            feeds = {"x": w[: count + 1], "count": np.array(count)}
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
