@@ -236,9 +236,22 @@ def dequantized_shape(context: Any, node: ir.Node) -> None:
         context.set_shape_and_dtype(node.outputs[0], data.shape, scale.dtype)
 
 
+def zero_points(op: Operation, number: int) -> int | None:
+    """Zeros for a DequantizeLinear's zero points of types that ONNX Runtime takes no others of: float8 and int32."""
+    data = op.node.inputs[0]
+    is_zero = data is not None and data.dtype is not None and not (data.dtype.is_integer() and data.dtype.bitwidth < 32)
+    return 0 if number == 2 and is_zero else None
+
+
 OPERATORS = (
-    Operator("DequantizeLinear", linear_quantization, dequantizes=True),
-    Operator("com.microsoft.DequantizeLinear", linear_quantization, shapes=dequantized_shape, dequantizes=True),
+    Operator("DequantizeLinear", linear_quantization, dequantizes=True, example_input=zero_points),
+    Operator(
+        "com.microsoft.DequantizeLinear",
+        linear_quantization,
+        shapes=dequantized_shape,
+        dequantizes=True,
+        example_input=zero_points,
+    ),
     Operator("QuantizeLinear", linear_quantization, quantizes=True),
     Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, quantizes=True),
     Operator("DynamicQuantizeLinear", dynamic_quantization, quantizes=True),

@@ -52,6 +52,22 @@ def scales_by_column_and_block() -> Block:
     return b
 
 
+def float8() -> Block:
+    """With the zero points of 0 that ONNX Runtime's quantizer writes: others are refused."""
+    b = Block(opset=21)
+
+    def unpacked(name: str, *shape: int, axis: int) -> ir.Value:
+        kind = ir.DataType.FLOAT8E4M3FN.numpy()
+        weight = b.weight(name, ir.tensor(b.random(name, *shape).astype(kind)))
+        zeros = b.weight(f"{name}.zeros", ir.tensor(np.zeros(shape[axis], kind)))
+        return b.op("DequantizeLinear", weight, b.w(f"{name}.scales", shape[axis]), zeros, axis=axis)
+
+    x = softmax(b, b.data("x", (2, 5, 12), ["n", "t", 12]))
+    inner = b.op("Relu", b.op("MatMul", x, unpacked("A", 12, INNER, axis=1)))
+    b.give(softmax(b, b.op("MatMul", inner, unpacked("B", INNER, 12, axis=0))))
+    return b
+
+
 def scales_by_column() -> Block:
     """In ONNX Runtime's domain."""
     b = Block()
@@ -198,6 +214,7 @@ FORMS: dict[str, Tiny] = {
     "experts of 8 bits": Tiny(partial(few_bit_experts, bits=8), EXPERTS, sums=1, shares=SHARES),
     "zero points of 4 bits": Tiny(lambda: few_bits(True), {"A", "A.scales", "B", "B.scales"}, sums=1, shares=SHARES),
     "fewer blocks than ranks": Tiny(few_blocks, "ABb", sums=1, shares=((1, 1, 1), (1, 1, 1, 1), (3, 1, 2))),
+    "float8": Tiny(float8, {"A", "A.scales", "A.zeros", "B", "B.scales", "B.zeros"}),
     "one scale": sandwich(rounded_activation("com.microsoft.")),
 }
 
