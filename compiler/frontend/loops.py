@@ -79,8 +79,10 @@ def _repeated(node: ir.Node) -> _Repeated | None:
         place = len(inputs) - node.attributes["num_scan_inputs"].as_int()
         carried, parted = inputs[:place], inputs[place:]
         # Of weights only: a scan over time has one set of weights for all steps.
-        stacked = [value for value in parted if value.is_initializer() and value.shape is not None]
-        count = 0 if not stacked or _scans_otherwise(node) else int(stacked[0].shape[0])  # type: ignore[index,arg-type]
+        lengths = [value.shape[0] for value in parted if value.is_initializer() and value.shape is not None]
+        # That of an optional input may be dynamic.
+        known = [length for length in lengths if isinstance(length, int)]
+        count = 0 if not known or _scans_otherwise(node) else known[0]
     return _Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
 
 

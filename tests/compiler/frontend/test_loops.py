@@ -190,3 +190,9 @@ def test_stacks_that_iterations_hand_on_are_parted(write_model: WriteModel) -> N
         text = text.replace(old, new)
     graph = read_graph(with_weights(write_model(text)))
     assert {node.op_type for node in graph.nodes}.isdisjoint({"Gather", "Identity", *loops.LOOPS})
+
+
+def test_scans_over_an_optional_stack_of_any_length_stay(write_model: WriteModel) -> None:
+    text = SCAN.format(axes="").replace("float[n, 16] x)", "float[n, 16] x, float[l, 16, 32] w, float[l, 32, 16] v)")
+    model = with_weights(write_model(text.replace(", float[4, 16, 32] w, float[4, 32, 16] v", "")))
+    assert [node for node in read_graph(model).nodes if node.op_type == "Scan"]
