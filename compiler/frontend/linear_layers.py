@@ -98,6 +98,8 @@ def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed
 
 
 def _convolution(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
+    if transposed:  # all axes are in reverse
+        return None
     outputs, inputs, *kernel = shape
     groups = node.attributes.get_int("group", 1)
     why = f"its convolution has {groups} groups" if groups != 1 else ""

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.linear_layers import find_linear_layers
 from splitc.compiler.frontend.merged_weights import MergedTensor
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.package.manifest import MergedAdapter
@@ -23,6 +24,7 @@ from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.adapters import Pairs, product, random_pairs, write_kohya, write_peft
 from tests.helpers.blocks import FLOAT, Block
 from tests.helpers.command import splitc
+from tests.helpers.graphs import read_graph
 
 WIDE, NARROW = 48, 16
 # How each layer's weight is stored, and the update that it takes, from B A.
@@ -220,3 +222,12 @@ def test_weights_that_take_none(tmp_path: Path) -> None:
         "packed": "its weight is quantized: --lora-slots adds adapters beside it",
     }
     assert list(merged.weights) == ["plain.0.weight"]
+
+
+def test_kernels_whose_axes_are_turned_around_are_no_layers(tmp_path: Path) -> None:
+    """A Transpose without an order reverses all axes, not those of a matrix alone."""
+    b = Block()
+    kernel = b.op("Transpose", b.w("conv.0.weight", 3, 8, 16))
+    b.give(b.op("Conv", b.data("x", (1, 8, 20)), kernel), "y", [1, 16, 18])
+    ir.save(b.model(), tmp_path / "model.onnx")
+    assert find_linear_layers(read_graph(tmp_path / "model.onnx")) == []
