@@ -229,7 +229,7 @@ def _of_picked_sizes(rule: Rule) -> Rule:
             return
         indices, count = places.const_value.numpy(), int(depth.const_value.numpy().item())
         if len(picked) == 2 and indices.size * count <= LONGEST:
-            marked = marked_places(indices, count)
+            marked = marked_places(node, indices, count)
             context.set_symbolic_value(node.outputs[0], [picked[int(mark)] for mark in marked.flat])
 
     return infer

@@ -184,7 +184,7 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
         return
     count = int(most.item())
     if wanted.size * count <= SMALL:
-        picked = np.moveaxis(marked_places(wanted, count), -1, node.attributes.get_int("axis", -1))
+        picked = marked_places(node, wanted, count)
         editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
 
 

@@ -132,10 +132,11 @@ def tensor_scatter(op: Operation) -> None:
         op.relate(op.input(2)[0], output[0])
 
 
-def marked_places(places: Array, count: int) -> Array:
-    """The booleans that OneHot returns for constant places, along a new last axis of `count`."""
-    marked: Array = places[..., None] % count == np.arange(count)
-    return marked & ((places >= -count) & (places < count))[..., None]
+def marked_places(node: ir.Node, places: Array, count: int) -> Array:
+    """The booleans that a OneHot returns for constant places, along a new axis of `count`."""
+    marked = places[..., None] % count == np.arange(count)
+    is_inside = (places >= -count) & (places < count)
+    return np.moveaxis(marked & is_inside[..., None], -1, node.attributes.get_int("axis", -1))
 
 
 def one_hot(op: Operation) -> None:
@@ -158,7 +159,8 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
     if data.shape is None or indices.shape is None:
         context.set_shape_and_dtype(node.outputs[0], None, scales.dtype)
         return
-    axis, sizes = node.attributes.get_int("gather_axis", 0), list(data.shape)
+    sizes = list(data.shape)
+    axis = node.attributes.get_int("gather_axis", 0) % len(sizes)
     if data.dtype == ir.DataType.UINT8:
         packed = 8 // node.attributes.get_int("bits", 4)
         sizes[-1] = sizes[-1] * packed

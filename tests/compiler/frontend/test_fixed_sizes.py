@@ -189,3 +189,16 @@ def test_an_image_whose_side_is_named_by_a_number(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(), 1)
     assert analysis.fitted.problem is None and analysis.shapes["x"][3] != 3
+
+
+def test_sizes_are_picked_along_the_axis_that_is_asked(tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, m] x) => (float[a, b, c, d] y)
+        <int64[2] places = {0, 0}, int64 two = {2}, int64[1] all = {-1}, float number = {2}> {
+            sizes = Shape (x)  picked = OneHot <axis = 0> (places, two, sizes)  shape = Reshape (picked, all)
+            y = Expand (number, shape) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model, folds=True)
+    (made,) = graph.graph.outputs
+    assert str(made.shape) == "[m,m,n,n]"

@@ -241,17 +241,19 @@ def test_types_that_are_missing_are_inferred_silently(caplog: pytest.LogCaptureF
 def test_types_of_operators_that_onnx_does_not_know_are_inferred_without_shapes() -> None:
     model = ir.from_onnx_text("""
         <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
-        g (float[] x, int64[k] i, uint8[9, 8] t) => (float[] y, float[] z, float[] g)
+        g (float[] x, int64[k] i, uint8[9, 8] t) => (float[] y, float[] z, float[] g, float[] h)
         <float scale = {0.1}, uint16 zero = {7}, uint8 byte = {7}, float[9, 1] scales = {1, 1, 1, 1, 1, 1, 1, 1, 1}>
         { q = com.microsoft.QuantizeLinear (x, scale, zero)
           y = com.microsoft.DequantizeLinear (q, scale, zero)
           p = com.microsoft.QuantizeLinear (x, scale, byte)
           z = com.microsoft.QGemm (p, scale, byte, t, scale, byte)
           j = Unsqueeze (x, i)  k = Cast <to = 7> (j)
-          g = com.microsoft.GatherBlockQuantized <block_size = 16> (t, k, scales) }""")
+          g = com.microsoft.GatherBlockQuantized <block_size = 16> (t, k, scales)
+          h = com.microsoft.GatherBlockQuantized <block_size = 16, gather_axis = -1> (t, i, scales) }""")
     inference.infer_shapes_and_types(model)
+    assert str(model.graph.outputs[3].shape) == "[9,k]"
     types = {value.name: value.dtype for node in model.graph for value in node.outputs}
-    floats = dict.fromkeys(("y", "z", "j", "g"), ir.DataType.FLOAT)
+    floats = dict.fromkeys(("y", "z", "j", "g", "h"), ir.DataType.FLOAT)
     assert types == {"q": ir.DataType.UINT16, "p": ir.DataType.UINT8, "k": ir.DataType.INT64, **floats}
 
 
