@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from models.writer import save
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.judge import Judged, judge
-from splitc.runtime.tools.rounding import Arrays, nudged
+from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights
 from splitc.runtime.tools.unsplit import CPU, Reference, RunModel
 from tests.helpers.blocks import FLOAT, Block
 from tests.helpers.command import splitc
@@ -122,3 +123,17 @@ def test_model_that_draws_random_numbers_is_said_to_differ_from_itself(tmp_path:
     splitc("compile", model, "-o", tmp_path / "package", "-d", "2xcpu", "--split-mode", "layer")
     said = splitc("check", tmp_path / "package", "--model", model, "--no-memory").stdout
     assert "not compared: y, since two runs of the unsplit model itself differ there" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("kind", ["hard", "symbolic"])
+def test_weights_in_files_that_are_links_are_nudged(kind: str, tmp_path: Path) -> None:
+    """A cache of models has symbolic links, --weights link makes hard ones, and onnx's own function reads neither."""
+    b = Block()
+    row = b.weight("row", ir.tensor(b.random("row", 600)))
+    b.give(b.op("Mul", b.data("x", (2, 600)), row), shape=[2, 600])
+    ir.save(b.model(), tmp_path / "model.onnx", external_data="weights", size_threshold_bytes=0)
+    plain = list(nudged_weights(tmp_path / "model.onnx"))
+    (tmp_path / "weights").rename(tmp_path / "blob")
+    link = os.link if kind == "hard" else os.symlink
+    link(tmp_path / "blob", tmp_path / "weights")
+    assert list(nudged_weights(tmp_path / "model.onnx")) == plain and len(set(plain)) > 1
