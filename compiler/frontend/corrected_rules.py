@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.loops import LEADING, goes_on
+from splitc.compiler.frontend.loops import GOES_ON, LEADING, goes_on
 from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
@@ -83,11 +83,22 @@ def _of_both_branches(rule: Rule) -> Rule:
     return infer
 
 
-def _of_ended_loops(rule: Rule) -> Rule:
-    """The rule of Loop, corrected: one that a condition may end has not run as often as it may."""
+def _of_loops(rule: Rule) -> Rule:
+    """The rule of Loop, corrected: one that a condition may end has not run as often as it may.
+
+    The condition may be left out, which the rule refuses. And sizes that no iteration changes are those with which a
+    state begins, whatever the body calls them.
+    """
 
     def infer(context: Any, node: ir.Node) -> None:
+        condition = node.inputs[1]
+        node.replace_input_with(1, condition or ir.Value())
         rule(context, node)
+        node.replace_input_with(1, condition)
+        body = node.attributes["body"].as_graph()
+        states = zip(node.inputs[LEADING:], body.inputs[LEADING:], body.outputs[GOES_ON:], node.outputs, strict=False)
+        for first, state, after, made in states:
+            made.shape = _kept_sizes(None if first is None else first.shape, state.shape, after.shape) or made.shape
         stacked = () if goes_on(node) else node.outputs[len(node.inputs) - LEADING :]
         count = context.new_symbolic_dim() if stacked else None
         for value in stacked:
@@ -95,6 +106,21 @@ def _of_ended_loops(rule: Rule) -> Rule:
                 value.shape = ir.Shape([count, *value.shape[1:]])
 
     return infer
+
+
+def _kept_sizes(first: ir.Shape | None, state: ir.Shape | None, after: ir.Shape | None) -> ir.Shape | None:
+    """The shape of a state behind a loop, from those with which it and an iteration begin, and an iteration ends.
+
+    None if they have not the same axes.
+    """
+    if first is None or state is None or after is None or not len(first) == len(state) == len(after):
+        return None
+    sizes = zip(first, state, after, strict=True)
+    return ir.Shape([begin if own == new and _has_name(own) else new for begin, own, new in sizes])
+
+
+def _has_name(size: int | ir.SymbolicDim) -> bool:
+    return isinstance(size, ir.SymbolicDim) and size.value is not None
 
 
 def _of_given_sizes(rule: Rule) -> Rule:
@@ -299,7 +325,7 @@ CORRECTED: dict[tuple[str, str], Callable[[Rule], Rule]] = {
     ("", "Where"): _of_compared_sizes,
     ("", "Slice"): lambda rule: _of_places(_not_beyond(rule)),
     ("", "If"): _of_both_branches,
-    ("", "Loop"): _of_ended_loops,
+    ("", "Loop"): _of_loops,
     ("", "Split"): _of_given_sizes,
     ("", "Concat"): _of_grouped_rows,
 }

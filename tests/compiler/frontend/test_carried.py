@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.runtime import Session
 from tests.conftest import run_whole
+from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
@@ -88,3 +90,30 @@ def test_a_loop_that_a_condition_ends_lists_fewer_items_than_it_may(write_model:
             made, expected = session.run(feeds), run_whole(model, feeds)
             assert made["count"] == expected["count"] == [count]
             np.testing.assert_allclose(made["y"], expected["y"], 1e-6)
+
+
+REPEATED = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[batch, 5, 16] x, int64 steps) => (float[batch, 5, 16] y) <float[16, 1024] w, float[1024, 16] v> {{
+    z = Softmax (x)
+    last = Loop <body = body (int64 i, bool going, float{0} h) => (bool goes_on, float{0} next) {{
+        goes_on = Identity (going)  next = Sin (h)
+    }}> (steps, , z)
+    inner = MatMul (last, w)  bent = Relu (inner)  y = MatMul (bent, v)
+}}"""
+
+
+@pytest.mark.parametrize("declared", ["[]", "[batch, 5, 16]", "[rows, 5, 16]"])
+def test_weights_behind_a_loop_without_a_condition_are_split(
+    write_model: WriteModel, tmp_path: Path, declared: str
+) -> None:
+    """The rule of Loop wants a condition, and knew no shape without one."""
+    b = Block()
+    model = onnx.load(write_model(REPEATED.format(declared)))
+    for name, shape in (("w", (16, 1024)), ("v", (1024, 16))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(b.random(name, *shape), name))
+    onnx.save(model, tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", shapes={"x": (3, 5, 16)}, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", request)
+    assert {weight.name for weight in plan.weights if weight.split} == {"w", "v"}
+    assert not plan.analysis.costs.bound.unknown
+    compile_model(plan, tmp_path / "package")
