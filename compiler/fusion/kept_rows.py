@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import onnx_ir as ir
 
@@ -87,7 +88,7 @@ def keep_rows(
     input: a vocabulary is larger than a hidden state. Also returns the place of each output that has such rows, and why
     they can't be chosen (None if they can).
     """
-    cuts: dict[ir.Value, _Cut] = {}
+    cuts: dict[ir.Value, list[_Cut]] = {}
     places: list[tuple[str, str | None]] = []
     own = {state.output for state in states}
     read: tuple[ir.Value, int] | None = None
@@ -97,22 +98,22 @@ def keep_rows(
         if source is None or node is None or (read is not None and source != read):
             continue
         try:
-            cut = _find_cut(graph, output, sizes)
+            selected = _find_cuts(graph, output, 1, sizes)
         except NotFusedError as error:
             places.append((name_of(node), str(error)))
             continue
-        if cut is not None:
-            cuts[output], read = cut, source
-            places.append((name_of(cut.node), None))
+        if selected:
+            cuts[output], read = selected, source
+            places.append((name_of(selected[0].node), None))
     if read is None:
         return None, places
     declared = {output.name or "": output.shape for output in cuts}
     axes = sizes.axes(read[0])
     assert axes is not None, "the size of its axis was read"
     rows, kept = _add_input(graph.graph, axes[read[1]], sizes)
-    for cut in cuts.values():
+    for cut in chain.from_iterable(cuts.values()):
         _select(cut, rows, kept, editor, sizes)
-    outputs = {output.name or "": cut.after[0][1] for output, cut in cuts.items()}
+    outputs = {output.name or "": cut.after[0][1] for output, (cut, *_) in cuts.items()}
     return Chosen(KeptRows(rows.name or "", outputs, (read[0].name or "", read[1])), declared), places
 
 
@@ -131,29 +132,33 @@ def _tokens_of(output: ir.Value, tokens: Tokens, sizes: Sizes) -> tuple[ir.Value
     return min(same, key=lambda one: not axes[one[0]][one[1]].is_same(own[1]), default=None)
 
 
-def _find_cut(graph: Graph, output: ir.Value, sizes: Sizes) -> _Cut | None:
-    """The last product with a weight before an output; None if there is none, or its result is no wider than its input.
+def _find_cuts(
+    graph: Graph, value: ir.Value, axis: int, sizes: Sizes, after: tuple[tuple[ir.Value, int], ...] = ()
+) -> list[_Cut]:
+    """The last product with a weight before a value with this axis of rows; several where their results are added.
 
-    Raises NotFusedError if rows are not computed independently.
+    So are those of a layer and of its slot for adapters. None if one is missing, or is no wider than its input. `after`
+    are the values from there to the output. Raises NotFusedError if rows are not computed independently.
     """
-    value, axis, after = output, 1, list[tuple[ir.Value, int]]()
     while (node := value.producer()) is not None:
         if len(node.outputs) != 1 or (after and (len(value.uses()) != 1 or value.is_graph_output())):
             raise NotFusedError("its rows are read by other nodes too")
-        after.append((value, axis))
-        number, axis = _source(node, axis, sizes)
-        source = node.inputs[number]
-        assert source is not None
+        after = (*after, (value, axis))
+        sources = _sources(node, axis, sizes)
+        if len(sources) > 1:
+            terms = [_find_cuts(graph, source, place, sizes, after) for _, source, place in sources]
+            return [cut for term in terms for cut in term] if all(terms) else []
+        ((number, source, axis),) = sources
         others = (other for n, other in enumerate(node.inputs) if other is not None and n != number)
         if operator_of(node).is_product and any(graph.is_constant(other) for other in others):
             narrow, wide = (math.prod(size for size, _ in sizes.of(one) or ()) for one in (source, value))
-            return _Cut(node, number, axis, tuple(after)) if wide > narrow else None
+            return [_Cut(node, number, axis, after)] if wide > narrow else []
         value = source
-    return None
+    return []
 
 
-def _source(node: ir.Node, axis: int, sizes: Sizes) -> tuple[int, int]:
-    """The input, and its axis, whose rows a node turns into the rows of its output, each by itself.
+def _sources(node: ir.Node, axis: int, sizes: Sizes) -> list[tuple[int, ir.Value, int]]:
+    """The inputs, by number, and their axes, whose rows a node turns into the rows of its output, each by itself.
 
     This is known if the axis could be sharded without communication. Raises NotFusedError if it can't.
     """
@@ -170,14 +175,14 @@ def _source(node: ir.Node, axis: int, sizes: Sizes) -> tuple[int, int]:
     read = (one for sizes_read in (*operation.sizes.values(), *operation.attributes.values()) for one in sizes_read)
     needed = [leaf for one in (operation.contracted, operation.reduced, *read) for leaf in ax.leaves(one or ())]
     sources = [
-        (number, place)
-        for number, axes in enumerate(operation.inputs)
+        (number, value, place)
+        for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True))
         for place, own in enumerate(axes or ())
-        if ax.leaves(own) == rows
+        if value is not None and ax.leaves(own) == rows
     ]
-    if len(sources) != 1 or len(rows) != 1 or rows[0].pinned or rows[0] in needed:
+    if not sources or len(rows) != 1 or rows[0].pinned or rows[0] in needed:
         raise NotFusedError(f"{name_of(node)} does not compute its rows independently")
-    return sources[0]
+    return sources
 
 
 def _add_input(graph: ir.Graph, tokens: Axis, sizes: Sizes) -> tuple[ir.Value, Axis]:

@@ -95,8 +95,6 @@ class Sizes:
     def of(self, value: ir.Value) -> tuple[Size, ...] | None:
         """The sizes of a value's axes; None if they are not known."""
         if value.const_value is not None:
-            if (source := source_of(value)) is not None and not source.has_fixed_shape:
-                return None
             return tuple((size, size) for size in shape_of(value))
         shape, probe = self.shapes.get(value.name or ""), self.probes.get(value.name or "")
         if shape is None or probe is None or len(shape) != len(probe) or min((*shape, *probe), default=0) < 0:
@@ -109,9 +107,11 @@ class Sizes:
         if sizes is None:
             return None
         shape = value.shape if value.shape is not None and len(value.shape) == len(sizes) else [None] * len(sizes)
-        axes = []
-        for size, symbol in zip(sizes, shape, strict=True):
+        axes, source = [], source_of(value)
+        for number, (size, symbol) in enumerate(zip(sizes, shape, strict=True)):
             known = self.differ or isinstance(symbol, int) or value.const_value is not None
+            if source is not None and not source.is_fixed(number):
+                known, symbol = False, None
             axes.append(Axis(size, symbol, size[0] if known and size[0] == size[1] else None))
         return tuple(axes)
 

@@ -20,6 +20,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.serving.stage_engines import find_stages, write_stage_file
 from tests.conftest import DECODER, assert_close, run_whole
+from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.command import splitc
 from tests.helpers.feeds import decoder_feeds
 from tests.helpers.packages import MODES, compile_mode
@@ -101,6 +102,24 @@ def test_chosen_rows_are_those_of_the_whole_model(decoder: Path, mode: str) -> N
         for rows, wrong in (([4], 4), ([0, -5], -5)):
             with pytest.raises(FeedError, match=f"'logits_to_keep' has the token {wrong}, and the request has 4"):
                 session.run({**given, "logits_to_keep": np.array(rows)})
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_rows_of_a_layer_with_a_slot_are_chosen(decoder: Path, tmp_path: Path, mode: str) -> None:
+    """Its product and the slot's both have rows of the logits. All were computed, also without an adapter."""
+    plan = plan_model(decoder, "2xcpu", Request(split_mode=mode, lora_slots=4))
+    manifest = compile_model(plan, tmp_path / "package", verify=False)
+    slot = max(manifest.slots, key=lambda slot: slot.outputs)
+    pairs = random_pairs({slot.names[0]: (slot.inputs, slot.outputs)})
+    given, rows = decoder_feeds(2, 4, 0), np.array([3, 1])
+    with Session(tmp_path / "package") as session:
+        session.adapters.load("style", write_peft(tmp_path / "style", pairs))
+        plain = session.run(given)
+        assert_close(plain, run_whole(decoder, given), 2e-5)
+        for expected, adapters in ((plain, None), (session.run(given, adapters="style"), "style")):
+            outputs = session.run({**given, "logits_to_keep": rows}, adapters=adapters)
+            assert_close(outputs, {**expected, "logits": expected["logits"][:, rows]}, 2e-5)
+        assert np.abs(expected["logits"] - plain["logits"]).max() > 0.1
 
 
 def test_a_decoder_counts_its_own_tokens(tmp_path: Path) -> None:
