@@ -53,7 +53,8 @@ def plan_pipeline(
     `devices` and the request's mode, shapes and settings may name modules, as on the command line. Without devices, all
     GPUs of this machine are used. `wanted` are the modules to take; by default all, and one of a model in two forms.
     Modules with devices of their own come first, then the largest. `tensor_split` has the shares of each module that is
-    split. With `swap`, modules work in turn, and only the one at work has its weights in memory.
+    split, and `batch_groups` the number of its groups. With `swap`, modules work in turn, and only the one at work has
+    its weights in memory.
 
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError if a module
     does not exist.
@@ -77,8 +78,10 @@ def plan_pipeline(
         with collected(errors):
             planner.place_freely(module, number < splits)
     raise_all(errors)
-    if request.tensor_split is not None and all(len(module.plan.ranks) == 1 for module in planner.done.values()):
-        raise MisuseError("--tensor-split has no effect: no model of the folder is split, each is whole on one device")
+    groups = "--batch-groups" if request.batch_groups > 1 else ""
+    flag = groups if request.tensor_split is None else "--tensor-split"
+    if flag and all(len(module.plan.ranks) == 1 for module in planner.done.values()):
+        raise MisuseError(f"{flag} has no effect: no model of the folder is split, each is whole on one device")
     common = find_common({name: planner.done[name].plan for name in read.names}, swap)
     return PipelinePlan(read, tuple(planner.done[name] for name in read.names), planner.budgets, common, swap)
 
@@ -105,9 +108,10 @@ class Planner:
 
     def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
         """Place a module on these devices. On a single device it is whole, unless a mode was asked for this module."""
-        if len(devices) == 1:  # shares are for modules that are split
+        if len(devices) == 1:  # shares and groups are for modules that are split
             whole = replace(asked.request, tensor_split=None)
-            asked = replace(asked, request=whole if asked.own_mode else whole.in_mode(LAYER))
+            alone = replace(whole, batch_groups=1).in_mode(LAYER)
+            asked = replace(asked, request=whole if asked.own_mode else alone)
         with module_named(asked.module.name, self.sums):
             self.done[asked.module.name] = ModulePlan(asked.module, self._plan(asked, devices), why)
 
@@ -149,9 +153,9 @@ class Planner:
     def _spread(self, asked: ModuleRequest, why: str) -> None:
         """Place a module on all shared devices. If it can't be split, it stays whole if it may, and the plan says so.
 
-        It is spread to relieve a device, so copies of it would not help.
+        It is spread to relieve a device, so copies of it would not help, unless groups were asked for.
         """
-        asked = replace(asked, request=replace(asked.request, may_copy=False))
+        asked = replace(asked, request=replace(asked.request, may_copy=asked.request.batch_groups > 1))
         try:
             self.place(replace(asked, request=replace(asked.request, spread=True)), self._shared, why)
             return

@@ -63,8 +63,16 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
         named_devices = own.get(module.name)
         alone = replace(request, **asked).in_mode(modes.get(module.name, mode))
         where = None if named_devices is None else tuple(parse_devices(named_devices))
+        if len(folder.modules) > 1 and module.name not in modes and len(where or ()) < 2:
+            alone = replace(alone, place=(), experts=None)
         modules.append(ModuleRequest(module, alone, where, module.name in modes))
     _check_modes(request, {module.request.split_mode for module in modules})
+    if request.places_weights and not any(module.request.places_weights for module in modules):
+        largest = max(folder.modules, key=lambda module: module.facts.weights_bytes)
+        raise MisuseError(
+            f"{'--place' if request.place else '--experts'} is for single modules of a folder: name the mode of each "
+            f"that it is for, as in --split-mode {largest.name}=layer"
+        )
     return PipelineRequest(tuple(modules), _distinct(shared), _distinct(sorted(named, key=_place)))
 
 

@@ -26,8 +26,8 @@ OBJECTIVES = ("throughput", "latency")
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
-# The modes that put weights on other devices than the blocks.
-PLACING = ("layer", "tensor", "batch")
+# The modes that put weights on other devices than the blocks. Auto mode is layer mode then.
+PLACING = ("auto", "layer", "tensor", "batch")
 _SHAPES = ("shapes", "min_shapes", "opt_shapes", "max_shapes")
 WHY_NOT_PLACED = ": in row mode the main device holds all that is not sliced"
 

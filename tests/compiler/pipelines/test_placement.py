@@ -10,6 +10,7 @@ from models.writer import save
 from splitc.compiler import Request, plan_pipeline
 from splitc.compiler.pipelines.placement import Planner
 from splitc.compiler.pipelines.plan import PipelinePlan
+from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders
 
@@ -73,6 +74,32 @@ def test_split_modes_of_modules(folder: Path) -> None:
         plan_pipeline(folder, ["2xcpu"], Request(split_mode="layer", row_min=8))
     sliced = plan_pipeline(folder, ["2xcpu"], Request(split_mode="layer,text_encoder=row", row_min=8))
     assert modes(sliced)["text_encoder"] == "row"
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [(["2xcpu"], "unet=layer"), (["2xcpu"], "layer,unet=layer"), (["unet=cpu0&cpu1", "cpu0"], "auto")],
+)
+def test_weights_of_a_named_module_are_placed(folder: Path, asked: list[str], mode: str) -> None:
+    request = Request(split_mode=mode, place=[Place("blocks.1", "cpu1")])
+    found = {each.name: each.plan for each in plan_pipeline(folder, asked, request).modules}
+    assert found["unet"].analysis.partition.placed and not found["text_encoder"].analysis.partition.placed
+    alone = plan_pipeline(folder, ["2xcpu"], Request(place=[Place("blocks.1", "cpu1")]), wanted=["unet"])
+    assert alone.modules[0].plan.analysis.partition.placed
+
+
+@pytest.mark.parametrize("mode", ["auto", "layer"])
+def test_places_need_a_module(folder: Path, mode: str) -> None:
+    with pytest.raises(MisuseError, match=r"--experts is for single modules .* as in --split-mode unet=layer"):
+        plan_pipeline(folder, ["2xcpu"], Request(split_mode=mode, experts=ExpertsPlace("cpu1")))
+
+
+def test_groups_are_those_of_the_modules_that_are_split(folder: Path) -> None:
+    plan = plan_pipeline(folder, ["2xcpu"], Request(batch_groups=2))
+    assert modes(plan)["unet"] == "batch"
+    assert {name: len(each) for name, each in devices(plan).items()} == {"text_encoder": 1, "unet": 2, "vae_decoder": 1}
+    with pytest.raises(MisuseError, match="--batch-groups has no effect: no model of the folder is split"):
+        plan_pipeline(folder, ["cpu0"], Request(batch_groups=2))
 
 
 def test_shares_are_those_of_the_modules_that_are_split(folder: Path) -> None:

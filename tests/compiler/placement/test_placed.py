@@ -265,7 +265,7 @@ WRONG = [
     ([], {"experts": ExpertsPlace("cpu1", 9)}, "only 2 layers of this model have experts"),
     ([r"mixture.first=cpu1", "mixture.second=cpu2"], {"devices": "3xcpu"}, "reads 'layers.0.mixture.first', which is"),
     ([r"\w=cpu1"], {}, "all of the model would go to cpu1"),
-    (["table=cpu1"], {"split_mode": "row"}, "--place is for --split-mode layer, tensor, batch: in row mode"),
+    (["table=cpu1"], {"split_mode": "row"}, "--place is for --split-mode auto, layer, tensor, batch: in row mode"),
     ([], {"weights_at": "moon"}, "unknown --weights-at 'moon': there are host, disk"),
     ([], {"weights_at": "disk", "devices": "cuda0", "memory": ["1GB"]}, "--weights-at disk is for CPU devices"),
     (["table=cpu1"], {"batch_groups": 2}, "--batch-groups is 2, one for each device, and weights that are placed want"),
