@@ -21,6 +21,7 @@ MADE_UP = re.compile(r"_d\d+")
 def free_changing_states(graph: ir.Graph) -> bool:
     """Make sizes of states unknown that differ after an iteration, in place, by the inferred shapes of bodies.
 
+    So are numbers that a body declares where the size with which the state begins is another one, or has a symbol.
     Returns whether there are any that were known. Then shapes have to be inferred again, which may free others.
     """
     is_changed = False
@@ -30,12 +31,20 @@ def free_changing_states(graph: ir.Graph) -> bool:
             state, after = body.inputs[LEADING + place], body.outputs[GOES_ON + place].shape
             if state.shape is None or after is None or len(after) != len(state.shape):
                 continue
+            begin = loop.inputs[LEADING + place]
+            known = None if begin is None else begin.shape
+            first = state.shape if known is None or len(known) != len(after) else known
             sizes = [
-                own if own == new or is_made_up(own) else None for own, new in zip(state.shape, after, strict=True)
+                own if is_made_up(own) or (own == new and not _contradicts(own, size)) else None
+                for own, new, size in zip(state.shape, after, first, strict=True)
             ]
             if None in sizes:
                 state.shape, is_changed = ir.Shape(sizes), True
     return is_changed
+
+
+def _contradicts(own: int | ir.SymbolicDim, first: int | ir.SymbolicDim) -> bool:
+    return isinstance(own, int) and own != first and not is_made_up(first)
 
 
 def forget_inferred(graph: ir.Graph) -> None:

@@ -12,7 +12,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.runtime import Session
-from tests.conftest import run_whole
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
 
@@ -93,20 +93,22 @@ def test_a_loop_that_a_condition_ends_lists_fewer_items_than_it_may(write_model:
 
 
 REPEATED = """<ir_version: 8, opset_import: ["" : 17]>
-g (float[batch, 5, 16] x, int64 steps) => (float[batch, 5, 16] y) <float[16, 1024] w, float[1024, 16] v> {{
+g (float[batch, 5, 16] x, int64 steps) => (float[batch, 5, 16] y)
+<int64[1] flat = {{-1}}, float[16, 1024] w, float[1024, 16] v> {{
     z = Softmax (x)
     last = Loop <body = body (int64 i, bool going, float{0} h) => (bool goes_on, float{0} next) {{
         goes_on = Identity (going)  next = Sin (h)
     }}> (steps, , z)
-    inner = MatMul (last, w)  bent = Relu (inner)  y = MatMul (bent, v)
+    sizes = Shape (last)  line = Reshape (last, flat)  again = Reshape (line, sizes)
+    inner = MatMul (again, w)  bent = Relu (inner)  y = MatMul (bent, v)
 }}"""
 
 
-@pytest.mark.parametrize("declared", ["[]", "[batch, 5, 16]", "[rows, 5, 16]"])
+@pytest.mark.parametrize("declared", ["[]", "[batch, 5, 16]", "[rows, 5, 16]", "[3, 5, 16]"])
 def test_weights_behind_a_loop_without_a_condition_are_split(
     write_model: WriteModel, tmp_path: Path, declared: str
 ) -> None:
-    """The rule of Loop wants a condition, and knew no shape without one."""
+    """The rule of Loop wants a condition, and knew no shape without one. Declared numbers may be of one request."""
     b = Block()
     model = onnx.load(write_model(REPEATED.format(declared)))
     for name, shape in (("w", (16, 1024)), ("v", (1024, 16))):
@@ -117,3 +119,7 @@ def test_weights_behind_a_loop_without_a_condition_are_split(
     assert {weight.name for weight in plan.weights if weight.split} == {"w", "v"}
     assert not plan.analysis.costs.bound.unknown
     compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for rows, steps in ((1, 0), (2, 3), (3, 1)):
+            feeds = {"x": b.random("x", rows, 5, 16), "steps": np.array(steps)}
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
