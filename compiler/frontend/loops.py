@@ -32,7 +32,7 @@ LOOPS = ("Loop", "Scan")
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class Repeated:
     """A Loop or Scan with a fixed number of iterations.
 
     - `carried`: the initial values of its state variables.
@@ -59,8 +59,7 @@ def unroll_loops(model: ir.Model) -> None:
     pending = [node for node in model.graph if is_onnx(node, *LOOPS)]
     if not pending or model.graph.opset_imports.get("", 0) < OPSET:
         return
-    named = (one for node in all_nodes(model.graph) for one in (node, *node.inputs, *node.outputs))
-    unrolling, left = _Unrolling(Editor(model.graph), {one.name for one in named if one is not None}), NODES
+    unrolling, left = Unrolling(Editor(model.graph), names_in(model.graph)), NODES
     while pending:
         repeated = _repeated(pending.pop())
         if repeated is not None and repeated.nodes <= left:
@@ -68,7 +67,13 @@ def unroll_loops(model: ir.Model) -> None:
             pending += unrolling.unroll(repeated)
 
 
-def _repeated(node: ir.Node) -> _Repeated | None:
+def names_in(graph: ir.Graph) -> set[str | None]:
+    """The names of a graph's nodes and values, also of those in subgraphs."""
+    named = (one for node in all_nodes(graph) for one in (node, *node.inputs, *node.outputs))
+    return {one.name for one in named if one is not None}
+
+
+def _repeated(node: ir.Node) -> Repeated | None:
     """The loop of a node; None if it is not known how often it runs, or if it runs too often."""
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type == "Loop":
@@ -83,7 +88,7 @@ def _repeated(node: ir.Node) -> _Repeated | None:
         # That of an optional input may be dynamic.
         known = [length for length in lengths if isinstance(length, int)]
         count = 0 if not known or _scans_otherwise(node) else known[0]
-    return _Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
+    return Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
 
 
 def goes_on(loop: ir.Node) -> bool:
@@ -108,13 +113,13 @@ def _scans_otherwise(scan: ir.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Unrolling:
+class Unrolling:
     """Unrolls loops of a graph, whose values and nodes have these names."""
 
     editor: Editor
     names: set[str | None]
 
-    def unroll(self, loop: _Repeated) -> list[ir.Node]:
+    def unroll(self, loop: Repeated) -> list[ir.Node]:
         """Put copies of a loop's body in its place. Returns the loops in them."""
         node, states, lead = loop.node, len(loop.carried), int(loop.node.op_type == "Loop")
         _hand_on(loop.body)
@@ -123,7 +128,7 @@ class _Unrolling:
         scanned: list[list[ir.Value]] = [[] for _ in loop.body.outputs[lead + states :]]
         for number in range(loop.count):
             given = [*self._numbers(loop, number), *carried, *(self._part(loop, one, number) for one in loop.parted)]
-            made, results = self._copy(loop, given, number)
+            made, results = self.copy(loop, given, number)
             inner += [one for one in made if is_onnx(one, *LOOPS)]
             carried = results[lead : lead + states]
             for parts, part in zip(scanned, results[lead + states :], strict=True):
@@ -136,7 +141,7 @@ class _Unrolling:
         self.editor.graph.remove(node, safe=True)
         return inner
 
-    def _moved_out(self, loop: _Repeated) -> list[ir.Node]:
+    def _moved_out(self, loop: Repeated) -> list[ir.Node]:
         """Put before the loop what each iteration computes alike, as a cell's weights in an LSTM's layout."""
         given, moved = set(loop.body.outputs), list[ir.Node]()
         for node in list(loop.body):
@@ -149,7 +154,7 @@ class _Unrolling:
                 moved.append(node)
         return moved
 
-    def _numbers(self, loop: _Repeated, number: int) -> list[ir.Value]:
+    def _numbers(self, loop: Repeated, number: int) -> list[ir.Value]:
         """What a Loop tells its body: the iteration's number, and that it goes on. Both may have an axis."""
         if loop.node.op_type != "Loop":
             return []
@@ -157,10 +162,10 @@ class _Unrolling:
         numbers = np.full((1,) * axes[0], number, np.int64), np.full((1,) * axes[1], True)
         return [self.editor.constant(array) for array in numbers]
 
-    def _part(self, loop: _Repeated, value: ir.Value, number: int) -> ir.Value:
+    def _part(self, loop: Repeated, value: ir.Value, number: int) -> ir.Value:
         return self._before(loop, "Gather", value, self.editor.constant(np.array(number, np.int64)), axis=0)
 
-    def _copy(self, loop: _Repeated, given: Sequence[ir.Value], number: int) -> tuple[list[ir.Node], list[ir.Value]]:
+    def copy(self, loop: Repeated, given: Sequence[ir.Value], number: int) -> tuple[list[ir.Node], list[ir.Value]]:
         """The nodes of a copy of the body, before the loop, and its results."""
         body = loop.body.clone(allow_outer_scope_values=True)
         replaced = dict(zip(body.inputs, given, strict=True))
@@ -177,7 +182,7 @@ class _Unrolling:
                     self._name(value, f"{value.name}/{number}")
         return nodes, results
 
-    def _before(self, loop: _Repeated, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+    def _before(self, loop: Repeated, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         made = self.editor.before(loop.node, operator, *inputs, **attributes)
         self._name(made, f"{loop.node.outputs[0].name}/{operator}")
         return made
@@ -186,7 +191,7 @@ class _Unrolling:
         named.name = unused_name(name, self.names)
         self.names.add(named.name)
 
-    def _put(self, old: ir.Value, new: ir.Value, loop: _Repeated) -> None:
+    def _put(self, old: ir.Value, new: ir.Value, loop: Repeated) -> None:
         """Put a value in the place of the loop's output, under its name if the model gives it."""
         if old.is_graph_output():
             name, old.name = old.name, None

@@ -20,6 +20,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.repeats import reshape_repeats
+from splitc.compiler.frontend.sequence_maps import unroll_maps
 from splitc.compiler.frontend.sequences import replace_sequences, unwrap_optionals
 from splitc.compiler.frontend.stacked_weights import part_stacks
 from splitc.compiler.frontend.uniform import copy_selections
@@ -43,6 +44,7 @@ def lift(model: ir.Model) -> None:
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         name_apart(model)  # a lifted value may have the name of a value in another branch
     unroll_loops(model)
+    unroll_maps(model)
     stack_in_loops(model.graph)
     replace_cast_like(model)
     unwrap_optionals(model)

@@ -46,7 +46,7 @@ def replace_sequences(model: ir.Model) -> None:
         (old,), sequence = node.outputs, node.inputs[0]
         assert sequence is not None  # both operators need it
         if sequence not in parts:
-            parts[sequence] = _parts_of(sequence, editor, shapes, names)
+            parts[sequence] = parts_of(sequence, editor, shapes, names)
         listed = parts[sequence]
         new = _selected(node, listed, names) if node.op_type == "SequenceAt" else _joined(node, listed, editor, names)
         if new is not None:
@@ -67,7 +67,7 @@ def unwrap_optionals(model: ir.Model) -> None:
             node.outputs[0].replace_all_uses_with(held)
 
 
-def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:
+def parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:
     """The parts of a sequence; none if it is not known how many there are."""
     if (listed := _listed(sequence)) is not None:
         return listed

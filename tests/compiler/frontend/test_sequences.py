@@ -209,3 +209,43 @@ def test_sequences_of_what_loops_make(body: str, write_model: WriteModel, tmp_pa
         for count in (0, 1, 3):
             feeds = {"x": w[: count + 1], "count": np.array(count)}
             assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
+
+
+MAP = """<ir_version: 9, opset_import: ["" : 18]>
+g (float[n, 16] x) => (float[n, 16] y) <float[16, 1024] w, float[1024, 16] v> {{
+    z = Softmax (x)  other = Tanh (x)  {parts}
+    mapped, more = SequenceMap <body = each (float[n, k] part, float[n, 16] one)
+      => (float[n, 16] made, float[n, 16] same) {{
+        inner = MatMul (part, w)  bent = Relu (inner)  outer = MatMul (bent, v)  made = Add (outer, one)
+        same = Identity (one)
+    }}> ({read})
+    first = Constant <value_int = 0> ()  last = Constant <value_int = -1> ()
+    a = SequenceAt (mapped, first)  b = SequenceAt (mapped, last)  c = SequenceAt (more, last)
+    sum = Sub (a, b)  y = Mul (sum, c)
+}}"""
+SPLIT = """long = Concat <axis = 1> (z, other)
+    size = Constant <value_int = 16> ()  s = SplitToSequence <axis = 1> (long, size)"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "read"),
+    [
+        ("s = SequenceConstruct (z, other, z)", "s, z"),
+        ("s = SequenceConstruct (z, other)  t = SequenceConstruct (other, z)", "s, t"),
+        (SPLIT, "s, other"),
+    ],
+)
+def test_bodies_of_maps_are_split(parts: str, read: str, write_model: WriteModel, tmp_path: Path) -> None:
+    model, b = onnx.load(write_model(MAP.format(parts=parts, read=read))), Block()
+    for name, shape in (("w", (16, 1024)), ("v", (1024, 16))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(b.random(name, *shape), name))
+    model = onnx.shape_inference.infer_shapes(model)
+    onnx.save(model, tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", shapes={"x": (3, 16)}, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", request)
+    assert {weight.name for weight in plan.weights if weight.split} == {"w", "v"}
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for rows in (1, 3):
+            feeds = {"x": b.random("x", rows, 16)}
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds), 1e-4)
