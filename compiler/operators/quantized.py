@@ -222,6 +222,14 @@ def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> in
     return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
 
 
+def flat_product_shape(context: Any, node: ir.Node) -> None:
+    """The rows of the data, and N columns, or K with the weight as it is stored."""
+    data = node.inputs[0]
+    if data is not None and data.shape is not None:
+        columns = node.attributes.get_int("N" if node.attributes.get_int("transB", 1) else "K", 0)
+        context.set_shape_and_dtype(node.outputs[0], ir.Shape([*data.shape[:-1], columns]), data.dtype)
+
+
 def quantized_shape(context: Any, node: ir.Node) -> None:
     """The shape of the data, and the type of the zero point (uint8 without one)."""
     data, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
@@ -263,7 +271,14 @@ OPERATORS = (
         quantizes=True,
         matrix_input=1,
     ),
-    Operator("com.microsoft.MatMulBnb4", matmul_flat_blocks, blocks_flops, is_product=True, matrix_input=1),
+    Operator(
+        "com.microsoft.MatMulBnb4",
+        matmul_flat_blocks,
+        blocks_flops,
+        flat_product_shape,
+        is_product=True,
+        matrix_input=1,
+    ),
     Operator(
         "com.microsoft.MatMulNBits",
         matmul_blocks,

@@ -67,7 +67,9 @@ def test_verdict_has_candidates_that_are_better_for_something_else(staged: Plan)
     compared = said(replace(auto, alternatives=(mine, quick, small)))
     assert "tensor on 2 would take 1.5 s for a request rather than 3 s: --objective latency" in compared
     assert "row on 3 would need 50 B on the fullest device rather than 100 B: --split-mode row" in compared
-    assert "None of the 1 others" in said(replace(auto, alternatives=(mine, replace(quick, latency=3.0))))
+    assert "Nothing else of the 2 that were compared is better" in said(
+        replace(auto, alternatives=(mine, replace(quick, latency=3.0)))
+    )
     assert "Only this mode was planned" in said(staged)
 
 
