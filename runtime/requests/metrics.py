@@ -44,10 +44,7 @@ class Metrics:
 
 def is_replayed(request: InFlightRequest) -> bool:
     """Whether all ranks that ran the request replayed it."""
-    return _all_replayed(_replays(request))
-
-
-def _all_replayed(replays: Sequence[Replay | None]) -> bool:
+    replays = _replays(request)
     return bool(replays) and None not in replays
 
 
@@ -77,7 +74,7 @@ class Counters:
         """
         replays = _replays(request)
         captured = any(replay.captured for replay in replays if replay is not None)
-        replayed = _all_replayed(replays)
+        replayed = bool(replays) and None not in replays
         with self._lock:
             self._in_flight -= 1
             for rank, ran in request.executions.items():
