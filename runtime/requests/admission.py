@@ -70,13 +70,18 @@ class Admission:
         """
         if os.getpid() != self._owner:
             raise EngineError("a forked process can't use the session of its parent: open one of its own")
-        if self._callbacks.active and here:
-            raise MisuseError("a callback of a request can't wait for another one: use submit(), or another thread")
+        if here:
+            self.check_may_wait()
         request.waiting, request.done = len(self._workers), self._done
         future: Future[InFlightRequest] = Answer()
         self._hand_over(request, future)
         self._workers.watch(future if here else None, request)
         return future
+
+    def check_may_wait(self) -> None:
+        """Raise MisuseError in a callback of a request, which can't wait for another one."""
+        if self._callbacks.active:
+            raise MisuseError("a callback of a request can't wait for another one: use submit(), or another thread")
 
     def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:
         """Give a request to all ranks.

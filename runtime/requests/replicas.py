@@ -48,15 +48,28 @@ class Replicas:
     def __len__(self) -> int:
         return self._size * len(self._replicas)
 
+    def check_rows(self, sequence: int, arrays: Mapping[str, Feed | Zeros]) -> None:
+        """Raise FeedError unless a request's arrays have as many rows as the first request of its sequence."""
+        counts = [count for _, count in self._sequences.get(sequence, ()) if count is not None]
+        if counts and (rows := self._count_rows(arrays)) != sum(counts):
+            has = "inputs with different numbers of rows" if rows is None else f"{rows}"
+            raise FeedError(
+                f"this sequence began with {sum(counts)} rows, of which {len(counts)} groups of devices have "
+                f"{', '.join(map(str, counts))}, and the request has {has}: give it as many, or start another sequence"
+            )
+
+    def _count_rows(self, arrays: Mapping[str, Feed | Zeros]) -> int | None:
+        return count_rows(arrays, self._axes, self._sources)
+
     def divide(self, request: InFlightRequest) -> None:
-        """Set the parts of a request. Raises FeedError if a later request of a sequence has another number of rows."""
-        rows = count_rows({**request.initial, **request.feeds}, self._axes, self._sources)
+        """Set the parts of a request. A later one of a sequence must have passed `check_rows`."""
+        rows = self._count_rows({**request.initial, **request.feeds})
         began = request.sequence if request.after is None else request.after
         division = None if began is None else self._sequences.get(began)
         if division is None:
             division = self._divide(rows)
         elif division[0][1] is not None:
-            _check_rows([count or 0 for _, count in division], rows)
+            rows = sum(count or 0 for _, count in division)
         if division is None:
             request.parts = [_part(request, None, request.feeds, request.initial)]
             return
@@ -215,16 +228,6 @@ class Replicas:
         """See Workers."""
         for ranks in self._replicas:
             ranks.clear()
-
-
-def _check_rows(counts: Sequence[int], rows: int | None) -> None:
-    """Raise FeedError unless a request has as many rows as the first one of its sequence."""
-    if rows != sum(counts):
-        has = "inputs with different numbers of rows" if rows is None else f"{rows}"
-        raise FeedError(
-            f"this sequence began with {sum(counts)} rows, of which {len(counts)} groups of devices have "
-            f"{', '.join(map(str, counts))}, and the request has {has}: give it as many, or start another sequence"
-        )
 
 
 def _part(

@@ -50,20 +50,30 @@ class Requests:
         self._dropped: deque[int] = deque()
         self.adapters = Adapters(manifest.slots, KeptSums(self._sequences, self._dropped, manifest.most_rank))
 
-    def check_sizes(self, feeds: Mapping[str, Feed]) -> None:
-        """Raise FeedError if feeds that fit the inputs have different sizes where ranks need one."""
+    def check_next(self, feeds: Mapping[str, Feed], sequence: int | None) -> None:
+        """Raise what a sequence's next request would be refused with: of these feeds, with all that ranks have of it.
+
+        Raises FeedError for sizes that ranks can't take, kept rows beyond the tokens, and another number of rows than
+        the `sequence` began with, and MisuseError in a callback of a request.
+        """
         self._shared_sizes.check(feeds)
+        self._empty_outputs.check(feeds)
+        with_kept_rows(self.manifest.kept_rows, feeds)
+        if self._replicas is not None and sequence is not None:
+            self._replicas.check_rows(sequence, feeds)
+        self._admission.check_may_wait()
 
     def submit_request(self, request: InFlightRequest, here: bool = False) -> Future[InFlightRequest]:
-        """Start a request with checked feeds.
+        """Start a request with feeds that fit the inputs. Those of a sequence are checked: see `check_next`.
 
         With `here`, the calling thread reads the answers of processes, which is faster if it waits for the result
         anyway. Raises FeedError, MisuseError and SplitcError as `Session.run` does.
         """
         if request.on_device:
             self.device_arrays.check_outputs()
-        self._shared_sizes.check(request.feeds)
-        self._empty_outputs.check(request.feeds)
+        if request.sequence is None:
+            self._shared_sizes.check(request.feeds)
+            self._empty_outputs.check(request.feeds)
         request.feeds = with_kept_rows(self.manifest.kept_rows, request.feeds)
         if self.manifest.lengths:
             request.given = request.feeds

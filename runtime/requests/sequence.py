@@ -92,11 +92,11 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             given = self._fed.on_host(feeds)
-            if self._held:
-                self._session.check_sizes({**self._held, **given})
             tokens = self._masks.count(given, self._tokens)
             arrays = self._masks.with_room(given, self._capacity)
             filled = self._fill(arrays)
+            known = {**self._loaded, **self._held, **self._carried, **given}
+            self._session.check_next(known, self._numbers[-1] if self._numbers else None)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
             try:

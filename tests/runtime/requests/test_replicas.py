@@ -170,16 +170,16 @@ def test_sequences_of_any_rows_keep_their_states_where_they_are(
             for rows, sequence in opened:
                 if capacity is not None and past == 6:
                     sequence.grow(9)
+                if past and rows == 3:
+                    said = "began with 3 rows, of which 2 groups of devices have 2, 1, and the request has 2: give it"
+                    with pytest.raises(FeedError, match=said):
+                        sequence.run(step(2, past, new))
                 logits = sequence.run(step(rows, past, new))["logits"]
                 expected = whole[rows]["logits"][:, past : past + new]
                 np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
         homes = [replicas(session)._sequences[sequence._numbers[-1]] for _, sequence in opened]
         assert homes[1] == homes[3] == [(0, 2), (1, 1)]
         assert [home[0][0] for home in (homes[0], homes[2])] == [0, 1], "shared out, though both were free"
-        with pytest.raises(
-            FeedError, match="began with 3 rows, of which 2 groups of devices have 2, 1, and the request"
-        ):
-            opened[1][1].run(step(2, 8, 1))
         for _, sequence in opened:
             sequence.close()
         assert replicas(session)._sequences == {}

@@ -187,7 +187,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
 
 
 def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
-    """They stay on the ranks, and start as zeros."""
+    """They stay on the ranks, start as zeros, and are as before after a request that is refused."""
     model = tmp_path / "model.onnx"
     write_lstm(model)
     compile_model(plan_model(model, ["cpu0"], LAYER), tmp_path / "package", verify=False)
@@ -200,6 +200,8 @@ def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
             ("c", "cn", None),
         }
         for step in steps:
+            with pytest.raises(FeedError, match="'n' is 0 in the input 'x'"):
+                sequence.run({"x": step[:, :0]})
             expected, h, c = whole.run(None, {"x": step, "h": h, "c": c})
             np.testing.assert_allclose(sequence.run({"x": step})["y"], expected, atol=1e-6)
 

@@ -193,6 +193,10 @@ def test_callbacks_may_submit_and_close_but_not_wait(open_session: Callable[[], 
         for _ in range(3):  # a callback that is added too late is called by this thread, which may wait
             found = call(lambda: session.run(decoder_feeds()))
             assert isinstance(found, (MisuseError, dict)), found
+        begin = {name: feed for name, feed in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+        with session.start() as sequence:
+            call(lambda: sequence.run(begin))
+            assert sequence.usable, "it was refused, so nothing ran"
         assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
         assert call(session.close) is None
         wait_until(lambda: have_ended(session._workers))
