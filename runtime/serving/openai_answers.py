@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,9 +65,7 @@ class Writer:
                 with_usage = asked.stream_options is not None and asked.stream_options.include_usage
                 stream = self._stream(list(zip(texts, answers, strict=True)), prompt, reply, with_usage)
                 return StreamingResponse(stream, media_type="text/event-stream")
-            await asyncio.gather(
-                *(self._finish(texts, number, answers[number], request) for number in range(len(texts)))
-            )
+            await _all(self._finish(texts, number, pieces, request) for number, pieces in enumerate(answers))
             return JSONResponse(reply.whole([self._message(prompt, text) for text in texts]))
         except BaseException:
             for pieces in answers:
@@ -200,6 +198,17 @@ class Writers:
 
 
 WRITERS = Writers()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of it. The first error ends the rest, and is raised when nothing of it runs any more."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _refusal(error: Exception) -> Response:
