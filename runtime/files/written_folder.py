@@ -60,6 +60,14 @@ def _restore(target: Path, replaced: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def _is_at(folder: Path, descriptor: int) -> bool:
+    """Whether an open folder still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
 @contextlib.contextmanager
 def _locked(folder: Path, target: Path) -> Iterator[None]:
     """Create the empty folder, locked for this process."""
@@ -70,6 +78,8 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_at(folder, descriptor):  # who had the lock has renamed it, and another may write a new one
+                    raise BlockingIOError
             for left in folder.iterdir():  # by a process that was killed
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         except BlockingIOError:

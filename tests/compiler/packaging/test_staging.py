@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ from splitc.runtime.errors import MisuseError
 MANIFEST = '{"splitc": "0.9", "schema": 1, "files": [{"path": "rank0/a.onnx"}]}'
 
 
+def write(folder: Path, text: str) -> Path:
+    (folder / "rank0").mkdir(parents=True)
+    (folder / "rank0" / "a.onnx").write_text(text)
+    (folder / "manifest.json").write_text(MANIFEST)
+    return folder
+
+
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     """A package that splitc wrote, of an older version."""
-    folder = tmp_path / "package"
-    (folder / "rank0").mkdir(parents=True)
-    (folder / "rank0" / "a.onnx").write_text("old")
-    (folder / "manifest.json").write_text(MANIFEST)
-    return folder
+    return write(tmp_path / "package", "old")
 
 
 def names(folder: Path) -> list[str]:
@@ -118,6 +123,30 @@ def test_two_that_write_to_one_place(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match=r"another process is writing .*package: wait for it"):
             replace(target)
     assert names(target) == ["first"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks")
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_lock_of_a_folder_that_was_renamed_is_none(
+    comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first writer ends as the second one waits for its lock, and a third one may come."""
+    target = tmp_path / "package"
+    flock = fcntl.flock
+    with ExitStack() as first, ExitStack() as third:
+        write(first.enter_context(written_aside(target, replace=True)), "first")
+
+        def late(descriptor: int, how: int) -> None:
+            monkeypatch.undo()
+            first.close()
+            if comes:
+                write(third.enter_context(written_aside(target, replace=True)), "third")
+            flock(descriptor, how)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        with pytest.raises(MisuseError, match=r"another process is writing .*package: wait for it"):
+            replace(target)
+    assert (target / "rank0" / "a.onnx").read_text() == ("third" if comes else "first")
 
 
 def test_one_that_comes_meanwhile_stays(tmp_path: Path) -> None:
