@@ -7,9 +7,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from subprocess import PIPE
+from tempfile import TemporaryFile
+from typing import TextIO
 
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.errors import FollowingError, MisuseError, SplitcError
+
+# What Python prints before the message of such an error.
+_FOLLOWED = f"{FollowingError.__module__}.{FollowingError.__qualname__}: "
 
 
 def python_command(imports: str, call: str, *arguments: object) -> list[str]:
@@ -31,18 +35,27 @@ def python_command(imports: str, call: str, *arguments: object) -> list[str]:
 def last_lines(commands: Sequence[Sequence[str]], what: Sequence[str], inherited: Sequence[int] = ()) -> list[str]:
     """The last lines that processes print, which run at once. None of them is left, whatever happens.
 
-    Raises SplitcError if one fails: `what` it was to do, and the last line of its errors.
+    Raises SplitcError if one fails: `what` it was to do, and the last line of its errors. Of several the first one that
+    did not only follow another's failure.
     """
     with ExitStack() as stack:
-        running: list[subprocess.Popen[str]] = []
+        running = []
         for command in commands:
-            started = subprocess.Popen(
-                command, stdout=PIPE, stderr=PIPE, text=True, errors="replace", pass_fds=inherited
-            )
-            running.append(stack.enter_context(started))
-            stack.callback(running[-1].kill)
-        said = [process.communicate() for process in running]
-    for process, (_, errors), doing in zip(running, said, what, strict=True):
-        if process.returncode:
-            raise SplitcError(f"can't {doing}: {(errors.strip().splitlines() or ['no message'])[-1]}")
-    return [printed.splitlines()[-1] for printed, _ in said]
+            # No pipes: a process that waits for another's value would not do so while that one waits for a reader.
+            printed, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
+            process = subprocess.Popen(command, stdout=printed, stderr=errors, pass_fds=inherited)
+            running.append((stack.enter_context(process), printed, errors))
+            stack.callback(process.kill)
+        failures = [
+            f"can't {doing}: {_last_line(errors)}"
+            for (process, _, errors), doing in zip(running, what, strict=True)
+            if process.wait()
+        ]
+        if failures:
+            raise SplitcError(min(failures, key=lambda said: _FOLLOWED in said))
+        return [_last_line(printed) for _, printed, _ in running]
+
+
+def _last_line(file: TextIO) -> str:
+    file.seek(0)
+    return (file.read().strip().splitlines() or ["no message"])[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import psutil
@@ -16,6 +17,24 @@ def test_what_they_print_last() -> None:
     assert last_lines(commands, ["one", "other"]) == ["0", "1"]
     with pytest.raises(SplitcError, match=r"^can't do other: ValueError: bad$"):
         last_lines([commands[0], python_command("import os", "raise ValueError('bad')")], ["do one", "do other"])
+
+
+def test_cause_is_told_and_not_what_follows() -> None:
+    follows = "from splitc.runtime.errors import FollowingError", "raise FollowingError('a sum was given up')"
+    commands = [python_command(*follows), python_command("import os", "raise ValueError('bad')")]
+    with pytest.raises(SplitcError, match=r"^can't do other: ValueError: bad$"):
+        last_lines(commands, ["do one", "do other"])
+
+
+def test_one_that_waits_for_another_which_says_much() -> None:
+    read, write = os.pipe()
+    waits = python_command("import select", f"print(len(select.select([{read}], [], [], 20)[0]))")
+    says = python_command("import os", f"sys.stderr.write('x' * 200000); os.write({write}, b'x'); print('said')")
+    try:
+        assert last_lines([waits, says], ["wait", "say"], [read, write]) == ["1", "said"]
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_none_is_left_where_not_all_can_start() -> None:
