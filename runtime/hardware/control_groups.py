@@ -71,7 +71,7 @@ def _memory_of(folder: Path) -> tuple[float, float]:
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             files = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
             return limit, limit - int((folder / used).read_text()) + files
-        except OSError:  # what is used is not said here
+        except (OSError, KeyError, ValueError):  # what is used is not said here, or otherwise, as in sandboxes
             return limit, limit
     return math.inf, math.inf
 

@@ -50,6 +50,8 @@ def test_limit_of_control_groups_is_read(groups: str, files: dict[str, str], lim
     ("groups", "files", "limit"),
     [
         ("0::/", {"memory.max": "9000", "memory.current": "5000", "memory.stat": STATISTICS}, (9000, 7000)),
+        ("0::/", {"memory.max": "9000", "memory.current": "5000", "memory.stat": "cache 5"}, (9000, 9000)),
+        ("0::/", {"memory.max": "9000", "memory.current": "5000", "memory.stat": f"hm\n{STATISTICS}"}, (9000, 9000)),
         ("0::/", {"memory.max": "max", "memory.current": "5000", "memory.stat": STATISTICS}, (math.inf, math.inf)),
         (
             "0::/a/b",
