@@ -199,6 +199,8 @@ def connect_kernel_sums(
     opened = agree(lambda all_handles: made.open(all_handles), handles)
     tested = agree(lambda _: made.test(), opened)
     if isinstance(tested, Failure):
+        # All close before one frees its memory.
+        all_gather(group, None if isinstance(made, Failure) else attempt(made.close))
         gpu.notes.append(f"all-reduces use NCCL only, which is slower for small ones: {tested.error}")
         return None
     return made  # type: ignore[no-any-return]
