@@ -70,8 +70,12 @@ class ServedPackage:
             cuda_graphs=serving.cuda_graphs,
             host_code=serving.host_code,
         )
-        for name, path in serving.adapters.items():
-            session.adapters.load(name, self._folder / path)
+        try:
+            for name, path in serving.adapters.items():
+                session.adapters.load(name, self._folder / path)
+        except BaseException:
+            session.close()
+            raise
         # As many threads as there can be requests in flight: each waits for its request, and passes on the answer.
         self._pool = Executor(session.in_flight, "splitc serves")
         self._places = threading.BoundedSemaphore(session.in_flight)

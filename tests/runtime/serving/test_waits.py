@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.errors import EngineError, PackageError, SplitcError
 from splitc.runtime.serving import served_package, waits
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
@@ -67,6 +67,13 @@ def ask(served: ServedPackage) -> str:
     (answer,) = served.submit([ServedRequest(decoder_feeds())])
     error = answer.exception(20)
     return "" if error is None else str(error)
+
+
+def test_package_without_its_adapter_keeps_no_session(package: Path, tmp_path: Path, opened: list[Any]) -> None:
+    write_serving(tmp_path, Serving(str(package), threads=1, adapters={"style": "gone"}))
+    with pytest.raises(SplitcError, match="has no slots for adapters"):
+        ServedPackage(tmp_path / FILE_NAME)
+    assert not opened[0].usable
 
 
 def wait_out(served: ServedPackage, clock: Clock, seconds: float, times: int) -> None:
