@@ -57,7 +57,7 @@ class TensorrtEngine:
         self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
         self._capture = backend.cuda_graphs and replays
         self._graphs: dict[Any, Any] = {}
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, None] = {}
 
     def connect(self, communicator: Communicator) -> None:
         """Give NCCL's communicator to the context. This is a handshake: all ranks must do so at the same time.
@@ -129,7 +129,7 @@ class TensorrtEngine:
                 self._graphs[key] = graph
                 graph.launch(stream)
                 return
-        self._seen = {*list(self._seen)[-MOST_GRAPHS:], key}
+        self._seen = dict.fromkeys([*list(self._seen)[-MOST_GRAPHS:], key])
         self._enqueue()
 
     def _captured(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from splitc.runtime.engines.tensorrt_gpu import TensorrtEngine
+from splitc.runtime.engines.tensorrt_gpu import MOST_GRAPHS, TensorrtEngine
 
 
 class FakeStream:
@@ -25,9 +25,7 @@ class FakeStream:
         return SimpleNamespace(launch=lambda stream: None)
 
 
-@pytest.mark.parametrize("replays", [True, False])
-def test_engine_with_control_flow_is_never_captured(replays: bool) -> None:
-    """A CUDA graph has only the branch that one request took."""
+def load(replays: bool) -> tuple[TensorrtEngine, FakeStream]:
     context = SimpleNamespace(execute_async_v3=lambda stream: True)
     engine: Any = SimpleNamespace(
         num_io_tensors=0, device_memory_size=0, create_execution_context_without_device_memory=lambda: context
@@ -36,11 +34,24 @@ def test_engine_with_control_flow_is_never_captured(replays: bool) -> None:
     backend: Any = SimpleNamespace(
         trt=SimpleNamespace(),
         cuda=SimpleNamespace(runtime=runtime),
-        stream=FakeStream(),
+        stream=(stream := FakeStream()),
         tape=None,
         cuda_graphs=True,
     )
-    loaded = TensorrtEngine("stage0.plan", engine, backend, replays)
+    return TensorrtEngine("stage0.plan", engine, backend, replays), stream
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_engine_with_control_flow_is_never_captured(replays: bool) -> None:
+    """A CUDA graph has only the branch that one request took."""
+    engine, stream = load(replays)
     for _ in range(3):
-        loaded._launch("key", lambda: None)
-    assert backend.stream.captures == replays
+        engine._launch("key", lambda: None)
+    assert stream.captures == replays
+
+
+def test_second_run_is_captured_after_many_others() -> None:
+    engine, stream = load(replays=True)
+    for key in (*range(2 * MOST_GRAPHS, MOST_GRAPHS, -1), 3, 2, 1, 3):
+        engine._launch(key, lambda: None)
+    assert stream.captures == 1
