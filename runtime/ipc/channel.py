@@ -81,11 +81,15 @@ class Channel:
             self._unsent.append((packed, [os.dup(descriptor) for descriptor in descriptors]))
             self._send_unsent()
 
-    def flush(self) -> None:
-        """Send the rest of `send_nowait`, as far as it fits. Raises OSError if the other end is gone."""
+    def flush(self) -> bool:
+        """Send the rest of `send_nowait`, as far as it fits. Returns whether all has left.
+
+        Raises OSError if the other end is gone.
+        """
         if self._unsent:
             with self._lock:
                 self._send_unsent()
+        return not self._unsent
 
     def _send_unsent(self) -> None:
         try:

@@ -96,10 +96,13 @@ class SocketWire:
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         taken: list[tuple[int, Any]] = []
-        for rank in self._ranks.values():
+        for descriptor, rank in self._ranks.items():
             with contextlib.suppress(OSError):  # it is gone, which is seen below
-                self._channels[rank].flush()
-        for descriptor, _ in self._poll.poll(1e3 * seconds):
+                all_sent = self._channels[rank].flush()
+                self._poll.modify(descriptor, select.POLLIN | (0 if all_sent else select.POLLOUT))
+        for descriptor, events in self._poll.poll(1e3 * seconds):
+            if events == select.POLLOUT:  # there is room, for the next call
+                continue
             rank = self._ranks[descriptor]
             try:
                 taken += [(rank, message) for message in self._channels[rank].take()]
