@@ -129,11 +129,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
     @property
     def notes(self) -> list[str]:
         """Messages for the user: the updates of adapters without a slot."""
-        left = {name: adapter.unmatched for name, adapter in self._loaded.items() if adapter.unmatched}
+        # A copy, since other threads may load and unload some.
+        loaded = list(self._loaded.items())
         return [
-            f"the adapter '{name}' is used in part: {len(why)} of its {len(why) + len(self[name].arrays)} layers have "
+            f"the adapter '{name}' is used in part: {len(why)} of its {len(why) + len(adapter.arrays)} layers have "
             f"no slot here, such as {next(iter(why))}: {next(iter(why.values()))}"
-            for name, why in left.items()
+            for name, adapter in loaded
+            if (why := adapter.unmatched)
         ]
 
     @property

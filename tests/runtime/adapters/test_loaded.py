@@ -10,7 +10,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from splitc.runtime import MisuseError, Pipeline, Session
 from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
-from splitc.runtime.adapters.loaded import Adapters
+from splitc.runtime.adapters.loaded import Adapters, LoadedAdapter
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds
@@ -364,3 +365,21 @@ def test_what_has_no_slot_is_noted(slotted: Callable[[str], Path], tmp_path: Pat
         (note,) = session.notes
         assert f"'{style}' is used in part: 1 of its {len(more)} layers have no slot here, such as" in note
         assert "model.layers.0.self_attn.other: no layer has its name" in note
+
+
+def test_notes_are_told_while_another_thread_loads() -> None:
+    adapters = Adapters([], KeptSums(itertools.count(), deque(), None))
+
+    class Loads:
+        """Its layers are counted as another adapter comes."""
+
+        arrays: Mapping[int, Any] = MappingProxyType({})
+
+        @property
+        def unmatched(self) -> dict[str, str]:
+            adapters._loaded["other"] = LoadedAdapter(1.0, {}, {})
+            return {"up": "no layer has its name"}
+
+    adapters._loaded["style"] = cast("LoadedAdapter", Loads())
+    (note,) = adapters.notes
+    assert note.startswith("the adapter 'style' is used in part: 1 of its 1 layers")
