@@ -45,11 +45,11 @@ class DeviceProcess:
         self._channel = Channel(ours.detach(), pack, unpack)
         self._began = time.monotonic()
         pulse = create_memory(8)
-        self._pulse = map_memory(os.dup(pulse)).view(np.float64)
-        control = theirs.fileno()
-        beginning = f"{control}, {pulse}, {os.getpid()}, {device.kind == 'cuda'}"
-        imports = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main"
         try:
+            self._pulse = map_memory(os.dup(pulse)).view(np.float64)
+            control = theirs.fileno()
+            beginning = f"{control}, {pulse}, {os.getpid()}, {device.kind == 'cuda'}"
+            imports = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main"
             self._process = subprocess.Popen(
                 python_command(imports, f"main({control})"),
                 stdin=subprocess.DEVNULL,

@@ -18,9 +18,12 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc import shared_memory
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
+from splitc.runtime.processes import device_processes
+from splitc.runtime.processes.device_processes import DeviceProcess
 from splitc.runtime.processes.messages import Order, pack, unpack
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.wire import SocketWire
@@ -153,3 +156,15 @@ def test_buffers_of_ranks_go_back_with_the_next_request_if_one_can_not_be_writte
     assert isinstance(received, Order) and received.unused == ((7,),)
     wire.close()
     theirs.close()
+
+
+def test_process_that_can_not_be_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> Any:
+        os.close(descriptor)
+        raise OSError(errno.ENOMEM, "can't be mapped")
+
+    before = list(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(device_processes, "map_memory", full)
+    with pytest.raises(OSError, match="can't be mapped"):
+        DeviceProcess(Device("cpu", 0), 0)
+    assert list(Path("/proc/self/fd").iterdir()) == before
