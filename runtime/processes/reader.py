@@ -15,6 +15,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from splitc.runtime.log import LOG
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.threads.interrupts import later_interrupts
 
@@ -181,7 +182,10 @@ class _Watch:
                     return
                 readers = list(self._readers)
             for reader in readers:
-                reader.glance()
+                try:
+                    reader.glance()
+                except Exception:  # the other sessions are looked after all the same
+                    LOG.exception("a look at a session's ranks failed")
 
 
 _WATCH = _Watch()

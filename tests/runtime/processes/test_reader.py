@@ -36,6 +36,28 @@ def test_what_does_not_fit_into_a_socket_is_sent_as_soon_as_it_does() -> None:
     wire.close()
 
 
+def test_an_error_in_one_look_leaves_other_sessions_watched(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails:
+        ended = False
+
+        def glance(self) -> None:
+            self.ended = True
+            raise OSError("no look")
+
+    class Counts:
+        ended, count = False, 0
+
+        def glance(self) -> None:
+            self.count += 1
+            self.ended = self.count == 2
+
+    watch, counts = _Watch(), Counts()
+    for each in (Fails(), counts):
+        watch.add(cast("Reader", each))
+    until(lambda: counts.ended)
+    assert "no look" in caplog.text
+
+
 def test_who_watches_is_started_again_where_there_were_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise ranks that died would go unnoticed in all sessions of the program."""
 
