@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,16 @@ def limited_arena(limit: int | None) -> Iterator[None]:
             yield
         finally:
             ort.create_and_register_allocator(where, _config(0))  # unregisters the sessions' arena
+
+
+def _begin_anew() -> None:
+    """Free the lock in a forked process, which has no thread that opens a session."""
+    global _REGISTERING
+    _REGISTERING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def take_limited_arena(options: ort.SessionOptions) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines import arena_limit
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend, OnnxRuntimeEngine
 from splitc.runtime.errors import DoesNotFitError, EngineError
-from tests.conftest import assert_close, decoder_feeds
+from tests.conftest import assert_close, decoder_feeds, until
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.feeds import LAYERS
 from tests.helpers.needs import needs_caches
@@ -108,3 +111,29 @@ def test_containers_bound_engines(decoder: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(EngineError, match=r"may take 10\.0 MiB"):
             session.run(LARGE)
         session.run(SMALL)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_copy_of_a_process_that_loads_an_engine_may_load_its_own() -> None:
+    begun, forked = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with arena_limit.limited_arena(1 << 30):
+            begun.set()
+            assert forked.wait(20)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert begun.wait(20)
+    child = os.fork()
+    if child == 0:
+        with arena_limit.limited_arena(1 << 30):
+            os._exit(0)
+    forked.set()
+    loading.join()
+    try:
+        until(lambda: os.waitpid(child, os.WNOHANG) != (0, 0))
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
