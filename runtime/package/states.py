@@ -24,7 +24,6 @@ class Length(Struct, frozen=True):
     - `input`: the ranks' input whose size it is. Requests do not feed it.
     - `adds`, `reads`: a request adds `adds` rows, or as many as the input `reads` has along that axis.
     - `by_branch`: engines have a branch for batches of several rows that read several tokens after earlier ones.
-    - `room_for_batches`: in packages of earlier versions, they do so only in states with room for them.
     - `one_row`: they can't at all: such a request must have one row.
     - `room`: an input whose size is the available room.
     """
@@ -34,7 +33,6 @@ class Length(Struct, frozen=True):
     axis: int
     adds: int = 0
     reads: tuple[str, int] | None = None
-    room_for_batches: bool = False
     by_branch: bool = False
     room: str | None = None
     one_row: bool = False

@@ -8,7 +8,7 @@ import numpy as np
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError
-from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.package.states import Length
 
 
@@ -20,12 +20,7 @@ def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[s
     filled = {length.input: filled_rows(length, feeds) for length in lengths}
     batch = max((feeds[length.states[0]].shape[0] for length in lengths), default=1)
     check_lengths(lengths, batch, filled, feeds)
-    longer = {
-        name: lengthened(on_host(feeds[name]), length.axis, rows)
-        for length in lengths
-        for name, rows in room_needed([length], batch, filled, feeds).items()
-    }
-    return {**feeds, **longer, **length_feeds(lengths, batch, filled, feeds)}
+    return {**feeds, **length_feeds(lengths, batch, filled, feeds)}
 
 
 def check_lengths(lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> None:
@@ -73,23 +68,9 @@ def _is_for_one_row(length: Length, batch: int, more: int, before: int) -> bool:
     return length.one_row and batch > 1 and more > 1 and before > 0
 
 
-def room_needed(
-    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
-) -> dict[str, int]:
-    """The rows that states need for a request, by input. Empty where the engines allocate longer states anyway."""
-    if not any(length.room_for_batches and _is_apart(length, batch, filled, feeds) for length in lengths):
-        return {}
-    return {name: filled[length.input] + added(length, feeds) for length in lengths for name in length.states}
-
-
 def _is_apart(length: Length, batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> bool:
     """Whether the engines' operator can't read a request's tokens after the earlier ones."""
-    return (
-        (length.by_branch or length.room_for_batches)
-        and batch > 1
-        and added(length, feeds) > 1
-        and filled[length.input] > 0
-    )
+    return length.by_branch and batch > 1 and added(length, feeds) > 1 and filled[length.input] > 0
 
 
 def lengthened(array: Array, axis: int, rows: int) -> Array:

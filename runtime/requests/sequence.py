@@ -16,7 +16,7 @@ from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcErr
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
-from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened, room_needed
+from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened
 from splitc.runtime.requests.limits import MOST_CAPACITY
 from splitc.runtime.requests.masks import find_cache_masks
 from splitc.runtime.requests.requests import Requests
@@ -66,8 +66,8 @@ class StateSequence:
         self._filled = {length.input: 0 for length in manifest.lengths}
         # The tokens in the model's own caches, as its masks count them.
         self._tokens = 0
-        # The tokens that its states have room for on the ranks.
-        self._allocated: Mapping[str, int] = {}
+        # The capacity of its states on the ranks.
+        self._allocated: int | None = None
         # The requests in which its states grew on the ranks.
         self._growth = 0
         # A sequence that is dropped without being closed: its session frees the states.
@@ -116,15 +116,15 @@ class StateSequence:
     def _next_request(self, arrays: Mapping[str, Array]) -> InFlightRequest:
         """The request that begins the sequence, moves it to larger states, or continues with the present ones."""
         initial: Mapping[str, Array | Zeros] = {}
-        manifest, after, room = self._session.manifest, None, self._room(arrays)
+        manifest, after, room = self._session.manifest, None, self._room()
         if not self._numbers:
             initial = self._begin(arrays, room)
-        elif room and room != self._allocated and (initial := self._lengthen(arrays, room)):
+        elif self._capacity != self._allocated and (initial := self._lengthen(arrays, room)):
             after = self._numbers[-1]
         if not self._numbers or after is not None:
             # One that has grown is another sequence to the ranks: a failure leaves the one before as it was.
             self._numbers.append(self._session.number_sequence())
-        self._allocated = room
+        self._allocated = self._capacity
         return InFlightRequest(
             {
                 **arrays,
@@ -135,7 +135,7 @@ class StateSequence:
             },
             sequence=self._numbers[-1],
             initial=initial,
-            in_place=bool(room) or self._capacity is not None,
+            in_place=self._capacity is not None,
             after=after,
             growth=self._growth,
             adapters=self._adapters,
@@ -157,12 +157,11 @@ class StateSequence:
             )
         return EngineError(text)
 
-    def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+    def _room(self) -> dict[str, int]:
         """The capacity in tokens of the states that are written in place; none if a request allocates longer ones."""
-        manifest = self._session.manifest
         if self._capacity is None:
-            return room_needed(manifest.lengths, count_batch(manifest, feeds), self._filled, feeds)
-        growing = [state.input for state in manifest.states if state.in_place and state.grows is not None]
+            return {}
+        growing = [state.input for state in self._session.manifest.states if state.in_place and state.grows is not None]
         return dict.fromkeys(growing, self._capacity)
 
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.states import Length
-from splitc.runtime.requests.lengths import room_needed, with_lengths
+from splitc.runtime.requests.lengths import with_lengths
 
-LENGTH = Length("n", ["key", "value"], axis=2, reads=("ids", 1), room_for_batches=True)
+LENGTH = Length("n", ["key", "value"], axis=2, reads=("ids", 1), by_branch=True)
 
 
 def feeds(batch: int, new: int, past: int) -> dict[str, np.ndarray]:
@@ -26,20 +25,9 @@ def test_the_length_is_a_size_of_no_bytes(batch: int, new: int, past: int) -> No
     assert all(made[name] is given[name] for name in given)
 
 
-def test_rows_that_are_read_again_get_room() -> None:
-    """In packages of earlier versions."""
+def test_rows_that_are_read_again_have_a_branch() -> None:
     given = feeds(2, 4, 5)
     made = with_lengths([LENGTH], given)
-    assert made["n"].shape == (5, 1)
-    for name in ("key", "value"):
-        assert made[name].shape == (2, 2, 9, 3)
-        assert made[name][:, :, :5].all() and not made[name][:, :, 5:].any()  # type: ignore[union-attr, index]
-    assert room_needed([LENGTH], 2, {"n": 5}, given) == {"key": 9, "value": 9}
-
-
-def test_rows_that_have_a_branch_need_no_room() -> None:
-    given = feeds(2, 4, 5)
-    made = with_lengths([replace(LENGTH, room_for_batches=False, by_branch=True)], given)
     assert made["n"].shape == (5, 1)
     assert all(made[name] is given[name] for name in given)
 
