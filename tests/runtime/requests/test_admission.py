@@ -335,6 +335,7 @@ def test_rank_that_misses_a_request_breaks_the_session(
         assert not session.usable
 
 
+@pytest.mark.usefixtures("children_of_sessions")  # what they are forked from has usual sockets
 def test_callbacks_submit_to_processes_whose_sockets_are_full(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that reads answers must not wait for room for a request while a rank waits for room for its answer."""
     make = socket.socketpair
