@@ -95,7 +95,7 @@ def _sizes(*three: Known) -> Sizes:
 
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
     """The inputs of each engine of each rank if the model's inputs have these shapes."""
-    transports = connect(len(programs))
+    transports = connect(len(programs), lambda operation, total, part: None)
     engines = [list(map(ShapeEngine, program.graphs)) for program in programs]
 
     def run(rank: int) -> None:
@@ -105,7 +105,7 @@ def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape])
             for name in programs[rank].inputs
         }
         program = Program(programs[rank].steps, engines[rank])
-        execute(program, transports[rank], lambda: fed, lambda operation, total, part: None)
+        execute(program, transports[rank], lambda: fed)
 
     with Executor(len(programs)) as pool:
         list(pool.map(run, range(len(programs))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from splitc.runtime.engines import Communicator
@@ -38,7 +38,7 @@ class Exchange(Protocol):
     def receive(self, source: int, name: str) -> Any:
         """Wait for the next value from the rank `source`. It must have this name."""
 
-    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def all_reduce(self, step: Reduce, parts: Any) -> Any:
         """Reduce the parts of all ranks of the step. Each rank passes one part for each name in the step.
 
         Parts are reduced in the order of the ranks, so the result has the same bits each time. Parts may be

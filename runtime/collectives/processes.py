@@ -6,7 +6,7 @@ they are about to send: a rank that has failed sends its Failure instead, and NC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitc.runtime.arrays.array import accumulate_arrays
@@ -103,7 +103,7 @@ class ProcessCollectives:
         """As `all_gather`, slower, for ranks that may be connected only with the first one."""
         return gather_by_first(self._mail, self.rank, ranks, value)
 
-    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def all_reduce(self, step: Reduce, parts: Any) -> Any:
         if self._gpu is not None:
             return self._all_reduce_on_gpus(self._gpu, step, parts)
         if not isinstance(parts, Failure):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from splitc.runtime.arrays.array import accumulate_arrays
+from splitc.runtime.arrays.ort_values import host_array
 from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines import Communicator
@@ -60,9 +62,13 @@ class Rendezvous:
 
 @dataclass
 class Hub:
-    """The shared objects of a session's ranks: queues between all pairs, a rendezvous for each group, the failure."""
+    """The shared objects of a session's ranks: queues between all pairs, a rendezvous for each group, the failure.
+
+    `accumulate` reduces a part into another one in place, by the operation of a Reduce step.
+    """
 
     queues: Queues
+    accumulate: Callable[[str, Any, Any], None]
     rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict)
     meetings: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
     failure: Failure | None = None
@@ -111,7 +117,7 @@ class ThreadCollectives:
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         return self._meet(ranks, value, list)
 
-    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def all_reduce(self, step: Reduce, parts: Any) -> Any:
         def add_up(handed_in: list[tuple[Reduce, list[Any]]]) -> list[Any]:
             """Reduce the other ranks' parts into those of the first rank."""
             if any(other != step for other, _ in handed_in):
@@ -119,7 +125,7 @@ class ThreadCollectives:
             totals = handed_in[0][1]
             for _, others in handed_in[1:]:
                 for total, part in zip(totals, others, strict=True):
-                    accumulate(step.operation, total, part)
+                    self.hub.accumulate(step.operation, total, part)
             return totals
 
         return self._meet(step.ranks, parts if isinstance(parts, Failure) else (step, parts), add_up)
@@ -133,7 +139,12 @@ class ThreadCollectives:
         return rendezvous.meet(self.rank, self._label, value, combine)
 
 
-def connect(ranks: int) -> list[ThreadCollectives]:
-    """The ends of ranks that are connected with each other."""
-    hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)})
+def accumulate_values(operation: str, total: Any, part: Any) -> None:
+    """Reduce a value of a CPU device's engines into another one, in place, by `sum` or `max`."""
+    accumulate_arrays(operation, host_array(total), host_array(part))
+
+
+def connect(ranks: int, accumulate: Callable[[str, Any, Any], None] = accumulate_values) -> list[ThreadCollectives]:
+    """The ends of ranks that are connected with each other. For `accumulate` see Hub."""
+    hub = Hub({(source, target): SimpleQueue() for source in range(ranks) for target in range(ranks)}, accumulate)
     return [ThreadCollectives(rank, hub) for rank in range(ranks)]

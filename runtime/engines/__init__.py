@@ -203,7 +203,3 @@ class Backend(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Make running engines fail at once. They can't be run again."""
-
-    @abstractmethod
-    def accumulate(self, operation: str, total: Any, part: Any) -> None:
-        """Reduce `part` into `total`, in place, by `sum` or `max`. Both are values of the backend's engines."""

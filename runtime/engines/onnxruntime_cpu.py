@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
+from splitc.runtime.arrays.array import Allocate, Zeros, bytes_of, number_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Backend, Communicator, LoadOptions
 from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena, take_limited_arena
@@ -242,9 +242,6 @@ class OnnxRuntimeBackend(Backend):
 
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         return {name: host_array(value) for name, value in values.items()}
-
-    def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
-        accumulate_arrays(operation, host_array(total), host_array(part))
 
 
 def check_free(size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
+from splitc.runtime.arrays.array import Allocate, Zeros, bytes_of, number_type
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.gpu.array import GpuArray, Tape, Use
@@ -346,10 +346,6 @@ class GpuDevice:
                 raise EngineError(f"{self.name} did not finish within {most:.0f} s: it seems to hang")
             if waited > LATE * expected:
                 time.sleep(NAP)
-
-    def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
-        """Reduce arrays on the host, for ranks that are not connected by NCCL."""
-        accumulate_arrays(operation, total, part)
 
     def stop(self) -> None:
         """End waits for the GPU."""

@@ -150,7 +150,7 @@ class Computation:
             into.update({state.output: fed[name] for name, state in self._overwritten(request).items()})
             return fed
 
-        return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
+        return execute(self._program, self.collectives, feeds, into)
 
     def _hold(self, asked: HeldSum | None) -> Mapping[str, Any]:
         """This rank's shards of a sum of adapters. They stay on the device from the first request with this sum.

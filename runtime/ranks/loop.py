@@ -66,13 +66,11 @@ def execute(
     program: Program,
     exchange: Exchange,
     feeds: Callable[[], Mapping[str, Any]],
-    accumulate: Callable[[str, Any, Any], None],
     into: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[Span]]:
     """Run the program on the values of `feeds`. Returns the values that are live at the end, and the time of each step.
 
-    `accumulate` reduces a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
-    written to those values.
+    Outputs in `into` are written to those values.
 
     After a failure, the rest of the program runs without computing: values from other ranks are received, and a Failure
     is sent to them instead of values. So a failed request leaves no values in flight. The first error is raised at the
@@ -96,7 +94,7 @@ def execute(
             failure = _send(exchange, step, failure or values[step.value])
         elif isinstance(step, Reduce):
             parts = failure or [values[name] for name in step.parts]
-            wholes = attempt(partial(exchange.all_reduce, step, parts, accumulate))
+            wholes = attempt(partial(exchange.all_reduce, step, parts))
             if isinstance(wholes, Failure):
                 failure = failure or wholes
             else:

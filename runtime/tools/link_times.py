@@ -103,7 +103,7 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
     # Round trips, each time to a rank that has been waiting: half of the time is one way.
     there = _time_both(backends, lambda rank, value: bounce(rank, ends[rank], value, pause), array)
     on_the_way = median(max(SHORTEST, whole - pause) for whole, pause in zip(there, pauses[WARMUP:], strict=True))
-    together = _time_both(backends, lambda rank, value: _sum(ends[rank], backends[rank], value), array)
+    together = _time_both(backends, lambda rank, value: _sum(ends[rank], value), array)
     return MeasuredLink(array.nbytes, on_the_way / 2, median(together))
 
 
@@ -113,7 +113,7 @@ def _measure_replayed(gpu: Any, end: ProcessCollectives, arrays: Sequence[Any]) 
     end.connect()
     measured = []
     for array in arrays:
-        sums = _time_replayed(gpu, end, lambda value: _sum(end, gpu, value), array)
+        sums = _time_replayed(gpu, end, lambda value: _sum(end, value), array)
         there = _time_replayed(gpu, end, lambda value: bounce(end.rank, end, value), array)
         measured.append(MeasuredLink(array.nbytes, there / 2, sums))
     end.release()
@@ -164,9 +164,9 @@ def bounce(rank: int, end: Collectives, value: Any, pause: Callable[[], None] = 
     return value
 
 
-def _sum(end: Collectives, backend: Backend, value: Any) -> Any:
+def _sum(end: Collectives, value: Any) -> Any:
     """Sum the value over both ranks. Rank 1 comes first and waits for rank 0."""
-    return end.all_reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value], backend.accumulate)[0]
+    return end.all_reduce(Reduce("sum", ["x"], ["x"], [0, 1]), [value])[0]
 
 
 def _time_both(backends: Sequence[Backend], work: Callable[[int, Any], Any], array: Any) -> list[float]:

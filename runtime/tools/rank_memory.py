@@ -143,7 +143,7 @@ def _run_together(
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]
         fed = _cut_feeds(ranks[number], {name: feeds[name] for name in ranks[number].inputs if name in feeds})
-        values, _ = execute(program, ends[number], partial(_upload, backend, fed), backend.accumulate)
+        values, _ = execute(program, ends[number], partial(_upload, backend, fed))
         return dict(backend.download({name: values[name] for name in program.outputs}))
 
     with Executor(len(ranks)) as pool:
@@ -218,7 +218,7 @@ class Alone:
     def receive(self, source: int, name: str) -> Any:
         return self._backend.upload(self._arrays[name])
 
-    def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
+    def all_reduce(self, step: Reduce, parts: Any) -> Any:
         return parts
 
 
@@ -250,11 +250,11 @@ def _measure_rank(
     slots = choices_of(manifest, rank)[ADAPTED]
     given = {name: array for name, array in arrays.items() if name in rank.inputs}
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_upload, backend, given)
-    execute(program, alone, feeds, backend.accumulate)
+    execute(program, alone, feeds)
     if adapted:  # also ranks without slots: others may wait for them
         end.begin(1)
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # copies, as in a session
-        execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
+        execute(program, alone, lambda: {**feeds(), **held})
     running = peak if (peak := peak_bytes()) > loading else resident_bytes()
     loaded += max(0, (_status("RssFile") or 0) - mapped)
     write_arrays(outputs, alone.sent)

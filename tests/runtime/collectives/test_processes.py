@@ -39,7 +39,7 @@ def test_rank_without_memory_for_a_sum_says_so_before_nccl_waits(monkeypatch: py
     mail, part = NotedMail(), SimpleNamespace(shape=(4,), dtype="float32")
     collectives = ProcessCollectives(0, 2, mail, {}, FakeBackend(Device("cuda", 0)), by_nccl=True)  # type: ignore[arg-type]
     monkeypatch.setattr(GpuDevice, "empty", full)
-    failed = collectives.all_reduce(Reduce("sum", ["x"], ["y"], [0, 1]), [part], lambda *_: None)
+    failed = collectives.all_reduce(Reduce("sum", ["x"], ["y"], [0, 1]), [part])
     (told,) = mail.told
     for each in (failed, told):
         assert isinstance(each, Failure) and "0 bytes free" in str(each.error)

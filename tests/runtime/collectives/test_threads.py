@@ -48,7 +48,7 @@ def test_all_ranks_get_the_same(operation: str, function: Any) -> None:
     def work(rank: int, ends: ThreadCollectives) -> Any:
         for _ in range(50):
             parts = [backend.upload(arrays[rank].copy()), backend.upload(arrays[rank, :1].copy())]
-            wholes = ends.all_reduce(step, parts, backend.accumulate)
+            wholes = ends.all_reduce(step, parts)
         return [backend.download({"": each})[""].copy() for each in wholes]
 
     results = together(work)
@@ -65,7 +65,7 @@ def test_groups_do_not_wait_for_each_other() -> None:
         group = [0, 1] if rank < 2 else [2, 3]
         for _ in range(20 if rank < 2 else 3):
             parts = [backend.upload(np.full(1, rank, np.float32))]
-            (whole,) = ends.all_reduce(Reduce("sum", ["a"], ["A"], group), parts, backend.accumulate)
+            (whole,) = ends.all_reduce(Reduce("sum", ["a"], ["A"], group), parts)
         return float(backend.download({"": whole})[""][0])
 
     assert together(work) == [1.0, 1.0, 5.0, 5.0]
@@ -84,7 +84,7 @@ def test_rank_that_fails_does_not_leave_the_others_waiting() -> None:
             engine = FunctionEngine(["x"], "a", fail if rank == 2 and attempt == 1 else part)
             program = Program([Run(0), step], [engine], ["A"])
             try:
-                values, _ = execute(program, ends, lambda: {"x": np.ones(1, np.float32)}, backend.accumulate)
+                values, _ = execute(program, ends, lambda: {"x": np.ones(1, np.float32)})
                 outcomes.append(float(backend.download(values)["A"][0]))
             except ValueError as error:
                 outcomes.append(str(error))
@@ -126,6 +126,6 @@ def test_sum_that_can_not_be_made_is_a_failure_of_all() -> None:
 
     def work(rank: int, ends: ThreadCollectives) -> Any:
         step = Reduce("sum", ["a"], ["A"] if rank else ["B"], list(range(RANKS)))
-        return str(ends.all_reduce(step, [backend.upload(np.ones(1))], backend.accumulate).error)[:37]
+        return str(ends.all_reduce(step, [backend.upload(np.ones(1))]).error)[:37]
 
     assert together(work) == ["ranks do not reduce the same values: "] * RANKS

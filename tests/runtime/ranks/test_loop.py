@@ -16,10 +16,6 @@ from splitc.runtime.threads.failures import Failure, attempt
 from tests.helpers.engines import FunctionEngine, fail
 
 
-def accumulate(operation: str, total: list[int], part: list[int]) -> None:
-    total[0] = total[0] + part[0] if operation == "sum" else max(total[0], part[0])
-
-
 def test_value_is_received_computed_and_sent() -> None:
     first, middle, last = connect(3)
     first.send(1, "x", 20)
@@ -28,7 +24,6 @@ def test_value_is_received_computed_and_sent() -> None:
         Program(steps, [FunctionEngine(["x", "w"], "y", lambda x, w: x + w)], ["y"]),
         middle,
         lambda: {"w": 1},
-        accumulate,
     )
     assert last.receive(1, "y") == 21
     assert values["y"] == 21
@@ -40,7 +35,7 @@ def test_value_is_let_go_after_its_last_use() -> None:
     first, second = connect(2)
     first.send(1, "x", 1)
     engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
-    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict, accumulate)
+    values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict)
     assert values == {"z": 1}
 
 
@@ -51,10 +46,10 @@ def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
         first.send(1, "a", value)
         first.send(1, "c", value)
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0}, accumulate)
+        execute(Program(steps, [FunctionEngine(["a"], "b", fail)]), middle, lambda: {"d": 0})
     assert isinstance(last.receive(1, "b"), Failure)
     assert isinstance(last.receive(1, "d"), Failure)
-    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0}, accumulate)
+    execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, lambda: {"d": 0})
     assert last.receive(1, "b") == 2
 
 
@@ -63,7 +58,7 @@ def test_received_failure_is_raised_and_handed_on() -> None:
     first.send(1, "a", Failure(ValueError("stage 0")))
     engine = FunctionEngine(["a"], "b", fail)
     with pytest.raises(ValueError, match="stage 0"):
-        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict, accumulate)
+        execute(Program([Receive("a", 0), Run(0), Send("b", 2)], [engine]), middle, dict)
     assert isinstance(last.receive(1, "b"), Failure)
 
 
@@ -73,7 +68,7 @@ def test_sum_that_fails_on_one_rank_leaves_nobody_waiting(monkeypatch: pytest.Mo
     monkeypatch.setattr(second, "all_reduce", fail)
     steps: list[Step] = [Reduce("sum", ["x"], ["y"], [0, 1]), Send("y", 0)]
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, []), second, lambda: {"x": [1]}, accumulate)
+        execute(Program(steps, []), second, lambda: {"x": [1]})
     assert isinstance(first.receive(1, "y"), Failure)
 
 
@@ -86,7 +81,7 @@ def test_value_of_another_request_or_name_is_not_for_the_request_to_fail_alone(s
     program = Program([Receive(wanted[1], 0)], [], [])
     message = f"rank 1 waits for '{wanted[1]}' of request {wanted[0]} from rank 0, which sent 'x' of request 3"
     with pytest.raises(HandOverError, match=message):
-        attempt(lambda: execute(program, second, dict, accumulate))
+        attempt(lambda: execute(program, second, dict))
 
 
 def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
@@ -94,7 +89,7 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
     first.send(1, "a", 1)
     steps: list[Step] = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):
-        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail, accumulate)
+        execute(Program(steps, [FunctionEngine(["a"], "b", lambda a: a)]), middle, fail)
     assert isinstance(last.receive(1, "b"), Failure)
 
 
