@@ -40,7 +40,7 @@ class MpiRanks(RemoteRanks):
         self, world: World, deployment: Deployment, verify: str, broken: Callable[[BaseException], None]
     ) -> None:
         super().__init__(deployment, broken)
-        devices = deployment.all_devices or deployment.devices
+        devices = deployment.all_devices
         if world.size != len(devices):
             raise MisuseError(
                 f"the package has {len(devices)} ranks, and MPI started {world.size} processes: use mpirun -n "

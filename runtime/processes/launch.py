@@ -45,7 +45,7 @@ def launch(deployment: Deployment, processes: DeviceProcesses, swap: Mapping[Dev
     these processes are ended.
     """
     manifest, devices = deployment.manifest, deployment.devices
-    made, session = Launched(has_spare_cores(deployment.all_devices or devices)), next(processes.sessions)
+    made, session = Launched(has_spare_cores(deployment.all_devices)), next(processes.sessions)
     with ExitStack() as ours:
         meetings = {group: _memory(ours, shared_bytes(len(group))) for group in find_groups(manifest)}
         try:

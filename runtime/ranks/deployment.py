@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.ranks.loaded import Setup
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,8 @@ class Deployment:
     threads: int
     cuda_graphs: bool
     shares: Sequence[int | None]
-    first: int = 0
-    all_devices: Sequence[Device] = ()
-
-    def setup(self, rank: int, swap: SwapBuffer | None) -> Setup:
-        """A rank's setup, with the buffer that it swaps weights in."""
-        return Setup(rank, self.package, self.manifest, swap, self.shares[rank])
+    first: int
+    all_devices: Sequence[Device]
 
 
 def deployments(

@@ -35,7 +35,7 @@ from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.container import divide_container
 from splitc.runtime.ranks.deployment import Deployment, deployments
-from splitc.runtime.ranks.loaded import make_backend_of
+from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
@@ -372,7 +372,9 @@ def _make_threads(
     manifest, graphs = deployment.manifest, deployment.cuda_graphs
     ranks = list(enumerate(deployment.devices))
     backends = [make_backend_of(manifest, rank, device, deployment.threads, graphs) for rank, device in ranks]
-    setups = [deployment.setup(rank, swap.get(device)) for rank, device in ranks]
+    setups = [
+        Setup(rank, deployment.package, manifest, swap.get(device), deployment.shares[rank]) for rank, device in ranks
+    ]
     return Workers(setups, backends, broken, replays=graphs and backends[0].asynchronous)
 
 
