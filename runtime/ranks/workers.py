@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -44,12 +44,6 @@ class Workers:
 
     def __len__(self) -> int:
         return len(self._workers)
-
-    def __getitem__(self, number: int) -> Worker:
-        return self._workers[number]
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(self._workers)
 
     def start(self) -> None:
         """Start all ranks, which then load their engines. If one can't start, all are ended."""

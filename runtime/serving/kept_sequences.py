@@ -55,9 +55,6 @@ class KeptSequences:
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="splitc ends sequences", daemon=True).start()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def submit(self, step: SequenceStep, feeds: Mapping[str, Array], adapter: str = "") -> Answer:
         """Run a request of a sequence after the earlier ones. The arrays must not change meanwhile.
 

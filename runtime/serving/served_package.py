@@ -94,11 +94,6 @@ class ServedPackage:
         """The ranks' devices."""
         return self._session.devices
 
-    @property
-    def open_sequences(self) -> int:
-        """The number of sequences whose states are on the ranks."""
-        return 0 if self._sequences is None else len(self._sequences)
-
     def submit(self, requests: Sequence[ServedRequest]) -> list[Answer]:
         """Start requests, and return a future of each one's outputs. A request that fails, fails alone.
 

@@ -13,4 +13,4 @@ def workers_of(session: Session) -> list[Worker]:
     ranks = session._workers
     groups = ranks._replicas if isinstance(ranks, Replicas) else [ranks]
     assert all(isinstance(group, Workers) for group in groups)
-    return [worker for group in groups for worker in group]  # type: ignore[union-attr]
+    return [worker for group in groups for worker in group._workers]  # type: ignore[union-attr]

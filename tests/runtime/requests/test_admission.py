@@ -34,6 +34,7 @@ from splitc.runtime.ranks.thread import Worker
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
 from tests.helpers.engines import hold_engines
 from tests.helpers.packages import compile_mode
+from tests.helpers.workers import workers_of
 
 STREAMED = ["layer", "row", "tensor", "tensor in layers"]
 
@@ -266,7 +267,7 @@ def test_interrupt_comes_after_all_ranks_have_the_request(
 ) -> None:
     """If only one rank had the request, later requests would get other requests' answers."""
     with Session(package, threads=1, ranks="threads") as session:
-        worker = session._workers[1]  # type: ignore[index]
+        worker = workers_of(session)[1]
         queue = worker.requests
 
         def interrupted(request: Any) -> None:
@@ -324,7 +325,7 @@ def test_rank_that_misses_a_request_breaks_the_session(
         assert_close(session.run(sized(1)), run_whole(decoder, sized(1)), 2e-5)
         workers: Any = session._workers
         if ranks == "threads":
-            monkeypatch.setattr(workers[1], "requests", SimpleQueue())
+            monkeypatch.setattr(workers_of(session)[1], "requests", SimpleQueue())
         else:
             monkeypatch.setattr(workers._wire._channels[1], "send_nowait", lambda *_: None)
         missed = session.submit(sized(2))

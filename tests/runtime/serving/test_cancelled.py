@@ -75,7 +75,7 @@ def test_sequence_goes_on_after_a_request_that_it_refuses() -> None:
     assert kept.submit(SequenceStep(1), {}).result(20) == {"count": 2}
     with pytest.raises(RuntimeError, match="lost"):
         kept.submit(SequenceStep(1), {"fail": np.ones(1)}).result(20)
-    until(lambda: sequence.closed and not len(kept))
+    until(lambda: sequence.closed and not kept._kept)
     kept.close()
 
 
@@ -108,7 +108,7 @@ def test_sequence_goes_on_after_a_request_that_no_thread_could_run() -> None:
     for step in (SequenceStep(1), SequenceStep(1, end=True), SequenceStep(2, start=True)):
         with pytest.raises(RuntimeError, match="thread"):
             kept.submit(step, {})
-    assert len(kept) == 1 and made[1].closed  # the sequence that could not begin is not open
+    assert len(kept._kept) == 1 and made[1].closed  # the sequence that could not begin is not open
     pool.full = False
     assert kept.submit(SequenceStep(1, end=True), {}).result(20) == {"count": 2}
     kept.close()

@@ -27,6 +27,7 @@ from splitc.runtime.ranks import workers
 from splitc.runtime.ranks.thread import Worker
 from tests.conftest import decoder_feeds
 from tests.helpers.packages import compile_mode
+from tests.helpers.workers import workers_of
 
 # Children are counted.
 pytestmark = pytest.mark.usefixtures("children_of_sessions")
@@ -72,7 +73,7 @@ def test_dropped_sessions_are_closed(open_session: Callable[[], Session]) -> Non
 
 def test_dropped_sequences_free_their_states(package: Path) -> None:
     with Session(package, verify="never", threads=1, ranks="threads") as session:
-        held = session._workers[0].computation.sequences  # type: ignore[index]
+        held = workers_of(session)[0].computation.sequences
         feeds = {name: array for name, array in decoder_feeds().items() if not name.startswith("past")}
         feeds["attention_mask"] = feeds["attention_mask"][:, -feeds["input_ids"].shape[1] :]
         for _ in range(5):
@@ -205,7 +206,7 @@ def test_callbacks_may_submit_and_close_but_not_wait(open_session: Callable[[], 
 def have_ended(ranks: Any) -> bool:
     if isinstance(ranks, RankProcesses):
         return all(process._process.poll() is not None for process in ranks._processes)
-    return not list(ranks)
+    return not ranks._workers
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
