@@ -205,7 +205,7 @@ class Computation:
         """As `_cut_feed`. A feed on a GPU is returned unchanged: it is never sharded, and replaces no weight."""
         feed = request.feeds.get(name)
         if feed is None or name in self._cut or name in request.initial:
-            return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
+            return self._cut_feed(name, request)
         return feed
 
     def _cut_feed(self, name: str, request: InFlightRequest) -> Array:

@@ -120,7 +120,7 @@ class Session(Requests, Listed):
         self.adapters.use_files(adapters)
         self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
-        make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
+        make = partial(self._make_ranks, shared, world, verify)
         folder = self.package.absolute()  # some engines are loaded later
         shares = divide_container(manifest, own, () if kind == MPI else range(len(own)), kind == PROCESSES)
         made = [make(one) for one in deployments(folder, manifest, own, own_threads, cuda_graphs, shares)]
