@@ -84,9 +84,7 @@ class GpuDevice:
         # Whether its rank was ended, which then waits for nothing any more.
         self._stopped = False
         self.notes: list[str] = []
-        properties = self.cuda.runtime.getDeviceProperties(index)
-        capability = f"{properties['major']}.{properties['minor']}"
-        self.profile = find_profile("cuda", properties["name"].decode(), capability)
+        self.profile = find_profile("cuda")
         with self.device:
             # Some kernels of ONNX Runtime run on CUDA's default stream. It waits for other streams, and they for it,
             # unless they are non-blocking, as captured ones must be. A random graph gave wrong numbers on busy H200s.

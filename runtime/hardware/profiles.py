@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -42,9 +41,7 @@ def parse_link(text: str) -> Link:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One kind of device. Times are in seconds, sizes in bytes.
-
-    A device is of this kind if its name contains one of `names`, or if it has one of the `compute_capabilities`.
+    """A kind of device. Times are in seconds, sizes in bytes.
 
     - `flops` and `bytes`: operations and bytes per second, of one core of a CPU or of a whole GPU.
     - `copy` and `sum`: of one value, between two such devices.
@@ -63,9 +60,6 @@ class DeviceProfile:
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     """
 
-    kind: str
-    names: Sequence[str]
-    compute_capabilities: Sequence[str]
     flops: float
     bytes: float
     copy: Link
@@ -91,9 +85,6 @@ class DeviceProfile:
 # process: they pass values without a copy, and wake each other. Measured: of 184 times of decoders in three runs of
 # `tests.benchmarks.auto`, 167 are within 30 % with `exposed`, 160 without.
 CPU = DeviceProfile(
-    kind="cpu",
-    names=(),
-    compute_capabilities=(),
     flops=1.5e11,
     bytes=2.5e10,
     copy=Link(3e-5, 0.0),
@@ -117,9 +108,6 @@ CPU = DeviceProfile(
 # Measured on H100s: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net); `sum_bytes` (0.82 GiB
 # between loading and the peak of two decoders of TensorRT's in tensor mode; 0.6 to 0.7 in layer and row mode).
 HOPPER = DeviceProfile(
-    kind="cuda",
-    names=("H100", "H200", "GH200"),
-    compute_capabilities=("9.0",),
     flops=6.5e14,
     bytes=3e12,
     copy=Link(1e-5, 5e-11),
@@ -139,8 +127,8 @@ HOPPER = DeviceProfile(
     sum_bytes=150 << 20,
     kernel_copy_bytes=1 << 20,
 )
-# The first profile of a kind is used for unknown devices.
-PROFILES = (CPU, HOPPER)
+# By kind of device: plans for other GPUs have these figures too, where nothing was measured.
+PROFILES = {"cpu": CPU, "cuda": HOPPER}
 # Links between a CPU device and a GPU: half of the bandwidth between GPUs; an eighth for sums, which the host computes.
 # Typical figures, which those of `devices --measure` replace.
 MIXED_COPY, MIXED_SUM = Link(5e-5, 1e-10), Link(1e-4, 4e-10)
@@ -182,9 +170,6 @@ class HostCosts:
 HOST = HostCosts()
 
 
-def find_profile(kind: str, name: str = "", compute_capability: str | None = None) -> DeviceProfile:
-    """The profile of a device of kind `cpu` or `cuda`: by its name, its compute capability, or else the first one."""
-    alike = [profile for profile in PROFILES if profile.kind == kind]
-    named = [profile for profile in alike if any(part in name for part in profile.names)]
-    capable = [profile for profile in alike if compute_capability in profile.compute_capabilities]
-    return (named or capable or alike)[0]
+def find_profile(kind: str) -> DeviceProfile:
+    """The profile of a kind of device, `cpu` or `cuda`."""
+    return PROFILES[kind]

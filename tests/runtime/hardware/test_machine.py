@@ -14,7 +14,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import cache
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.machine import Machine, MeasuredSpeed, keep_machine, known_machine
-from splitc.runtime.hardware.profiles import CPU, HOPPER, MIXED_SUM, Link, find_profile
+from splitc.runtime.hardware.profiles import CPU, HOPPER, MIXED_SUM, Link
 from splitc.runtime.tools import link_times
 
 CPU0, CPU5, GPU = parse_devices(["cpu0", "cpu5", "cuda1"])
@@ -58,14 +58,6 @@ def test_cache_of_before_speeds_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "splitc").mkdir()
     (tmp_path / "splitc" / "machine.json").write_text('{"copies": {"cpu-cpu": {"latency": 1.0, "per_byte": 2.0}}}')
     assert known_machine() == Machine(copies={"cpu-cpu": Link(1.0, 2.0)})
-
-
-@pytest.mark.parametrize(
-    ("name", "capability"), [("NVIDIA H200", None), ("another", "9.0"), ("another", "12.0"), ("another", None)]
-)
-def test_profile_is_found_by_name_then_by_capability_else_any(name: str, capability: str | None) -> None:
-    assert find_profile("cuda", name, capability) == HOPPER
-    assert find_profile("cpu", name, capability) == CPU
 
 
 @pytest.mark.parametrize("place", ["{}/file", "/proc/nowhere"])
