@@ -54,6 +54,9 @@ def generate_text(
             f"can't read images with the modules {', '.join(modules)}: splitc knows a vision model, one that makes "
             "embeddings of tokens, and a decoder that reads embeddings"
         )
+    if any(options.pop(name, None) is not None for name in ("sound", "language", "task")):
+        raise MisuseError("these modules read a text and images (--prompt, --image), and no sound")
+    options.pop("warn", None)  # there is nothing to warn of
     options["other_stop_tokens"] = _read_stops(generation_config(package, wiring.decoder)) or options.get(
         "other_stop_tokens", ()
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,20 +77,13 @@ def generate_about_images(
     positions: Callable[[ImagePrompt], Positions],
     *,
     timings: Timings | None = None,
-    sound: str | Path | None = None,
-    language: str | None = None,
-    task: str | None = None,
-    warn: object = None,
     **options: Any,
 ) -> Generator[int, None, str]:
     """Yield the tokens after a question about images, which is read by calling `prompt`, or after a prompt's tokens.
 
     `positions` says where the tokens of a prompt with images are, for a decoder to which that matters. For the other
-    options and what is returned see `tokens.generate`. Raises MisuseError for what is asked of speech
-    (`sound`, `language`, `task`).
+    options and what is returned see `tokens.generate`.
     """
-    if sound is not None or language is not None or task is not None:
-        raise MisuseError("these modules read a text and images (--prompt, --image), and no sound")
     if prompt is None:
         raise MisuseError("there is no prompt: give --prompt, with an --image or without")
     timings = Timings() if timings is None else timings
