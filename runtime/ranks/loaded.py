@@ -10,9 +10,9 @@ from pathlib import Path
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
-from splitc.runtime.engines.expert_kernels import use_first_expert_kernels
 from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.engines.kinds import make_backend
+from splitc.runtime.engines.variables import use_first_expert_kernels
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device

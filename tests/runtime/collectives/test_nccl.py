@@ -12,7 +12,7 @@ import pytest
 from splitc.runtime.collectives.nccl import NcclCommunicators
 from splitc.runtime.engines import attention_kernels
 from splitc.runtime.engines.attention_kernels import attention_for
-from splitc.runtime.engines.cublas_workspace import set_workspace
+from splitc.runtime.engines.variables import set_workspace
 
 
 @pytest.mark.parametrize("sums", [False, True])

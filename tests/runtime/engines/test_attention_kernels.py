@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
@@ -11,6 +10,7 @@ import pytest
 
 from splitc.runtime.engines import attention_kernels
 from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_for
+from tests.helpers.variables import read_variable
 
 
 @pytest.fixture(autouse=True)
@@ -22,20 +22,12 @@ def user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def chosen() -> str | None:
-    """The setting that a library reads."""
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_char_p
-    value: bytes | None = getenv(XQA.encode())
-    return None if value is None else value.decode()
-
-
 @pytest.mark.parametrize("known_shapes", [False, True])
 def test_what_has_to_plan_is_for_known_shapes(known_shapes: bool) -> None:
     with attention_for(known_shapes, 0) as options:
-        assert chosen() == "1"
+        assert read_variable(XQA) == "1"
         assert bool(int(options["sdpa_kernel"]) & 8) == known_shapes
-    assert chosen() is None
+    assert read_variable(XQA) is None
 
 
 @pytest.mark.parametrize("known_shapes", [False, True])
@@ -50,7 +42,7 @@ def test_kernels_that_work_on_one_gpu_of_a_process_are_on_its_first() -> None:
     made = []
     for gpu in (1, 0, 1):
         with attention_for(True, gpu):
-            made.append(chosen())
+            made.append(read_variable(XQA))
     assert made == ["1", "0", "1"]
 
 
@@ -81,4 +73,4 @@ def test_what_the_user_chose_stays(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_session_that_can_not_be_made_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="no"), attention_for(False, 0):
         raise ValueError("no")
-    assert chosen() is None
+    assert read_variable(XQA) is None
