@@ -143,11 +143,11 @@ static int reduce(Member* member, int operation, int type, const void* in, void*
         inputs[rank] = meeting->staging ? staged(meeting, rank) : slot->in;
         outputs[rank] = meeting->staging ? out : slot->out;
     }
+    Combine combine = number_type(type)->combine;
     if (status == MEETING_OK && meeting->staging)
-        combine(operation, type, ranks, inputs, outputs, 0, count); /* each for itself: others' memory is not ours */
+        combine(operation, ranks, inputs, outputs, 0, count); /* each for itself: others' memory is not ours */
     else if (status == MEETING_OK)
-        combine(operation, type, ranks, inputs, outputs, slice_start(count, ranks, mine),
-                slice_start(count, ranks, mine + 1));
+        combine(operation, ranks, inputs, outputs, slice_start(count, ranks, mine), slice_start(count, ranks, mine + 1));
     atomic_store(&own->done, at);
     ring(&meeting->bell);
     int waited = await_done(member, at, who);
@@ -174,7 +174,7 @@ static int reduce_by_post(Member* member, int operation, int type, const void* i
         if (status == MEETING_OK) status = transfer_take(member, rank, (char*)received + (size_t)rank * bytes, bytes);
         if (status != MEETING_OK) *who = rank;
     }
-    if (status == MEETING_OK) combine(operation, type, ranks, inputs, outputs, 0, count);
+    if (status == MEETING_OK) number_type(type)->combine(operation, ranks, inputs, outputs, 0, count);
     free(received);
     return status;
 }

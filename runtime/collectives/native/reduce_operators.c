@@ -5,22 +5,6 @@
 #include "all_reduce.h"
 #include "combine.h"
 
-/* The number types of NCCL, by those of ONNX; -1 where it has none. */
-static int nccl_type(int type) {
-    switch (type) {
-        case ORT_INT8: return 0;
-        case ORT_UINT8: return 1;
-        case ORT_INT32: return 2;
-        case ORT_UINT32: return 3;
-        case ORT_INT64: return 4;
-        case ORT_FLOAT16: return 6;
-        case ORT_FLOAT: return 7;
-        case ORT_DOUBLE: return 8;
-        case ORT_BFLOAT16: return 9;
-        default: return -1;
-    }
-}
-
 static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int type, const void* in, void* out,
                                  size_t count) {
     void* stream = NULL;
@@ -34,9 +18,9 @@ static OrtStatus* reduce_by_nccl(Kernel* kernel, OrtKernelContext* context, int 
         snprintf(message, sizeof message, "the kernel of a sum over GPUs can't be launched: CUDA error %d", error);
         return fail(kernel->api, message);
     }
-    if (nccl_type(type) < 0) return fail(kernel->api, "NCCL has no such number type");
-    int operation = kernel->number == MAX ? 2 : 0;
-    int status = kernel->end->nccl(in, out, count, nccl_type(type), operation, kernel->end->communicator, stream);
+    if (!number_bytes(type)) return fail(kernel->api, "NCCL has no such number type");
+    int operation = kernel->number == MAX ? 2 : 0, known = number_type(type)->nccl;
+    int status = kernel->end->nccl(in, out, count, known, operation, kernel->end->communicator, stream);
     if (!status) return NULL;
     snprintf(message, sizeof message, "NCCL's all-reduce failed with error %d", status);
     return fail(kernel->api, message);

@@ -4,18 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "combine.h"
 #include "transfers.h"
 
 enum { NCCL_UINT8 = 1 };
 
-/* Bytes of an element of this ONNX type; 0 where it is none of fixed size. */
-static size_t element_bytes(int type) {
-    static const unsigned char sizes[] = {0, 4, 1, 1, 2, 2, 4, 8, 0, 1, 2, 8, 4, 8, 8, 16, 2, 1, 1, 1, 1};
-    return type >= 0 && (size_t)type < sizeof sizes ? sizes[type] : 0;
-}
-
 static size_t bytes_of(const Head* head) {
-    size_t bytes = element_bytes(head->type);
+    size_t bytes = number_type(head->type)->bytes;
     for (int axis = 0; axis < head->axes; axis++) bytes *= (size_t)head->sizes[axis];
     return bytes;
 }
@@ -31,7 +26,7 @@ static OrtStatus* read_head(const OrtApi* api, const OrtValue* value, Head* head
     if (!status) status = ORT(api, GetTensorElementType)(info, &type);
     ORT(api, ReleaseTensorTypeAndShapeInfo)(info);
     head->type = type, head->axes = (int32_t)axes;
-    if (!status && !element_bytes(type)) status = fail(api, "a value of this type can't be sent");
+    if (!status && !number_type(type)->bytes) status = fail(api, "a value of this type can't be sent");
     return status;
 }
 
