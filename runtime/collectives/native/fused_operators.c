@@ -29,7 +29,6 @@ typedef struct Arguments {
 } Arguments;
 
 static const Fused* fused(const OrtCustomOp* op) { return (const Fused*)op; }
-static const char* name(const OrtCustomOp* op) { return fused(op)->kernel.name; }
 static size_t inputs(const OrtCustomOp* op) { return fused(op)->kernel.inputs; }
 static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
 static int required(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_REQUIRED; }
@@ -111,12 +110,12 @@ static OrtStatus* compute(void* made, OrtKernelContext* context) {
 FusedOperators* make_fused(const FusedKernel* kernels, int count, int on_gpu, LaunchKernel launch) {
     FusedOperators* all = calloc(1, sizeof *all + (size_t)count * sizeof *all->operators);
     if (!all) return NULL;
-    all->users = 1, all->count = count, all->launch = launch;
+    all->users = 1;
+    all->count = count, all->launch = launch;
     for (int number = 0; number < count; number++) {
         Fused* made = &all->operators[number];
-        init_operator(&made->own, on_gpu, NULL);
         made->all = all, made->kernel = kernels[number];
-        made->own.op.GetName = name;
+        init_operator(&made->own, made->kernel.name, on_gpu, NULL);
         made->own.op.GetInputTypeCount = inputs;
         made->own.op.GetOutputTypeCount = one;
         made->own.op.GetInputType = type_of;

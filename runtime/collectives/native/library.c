@@ -33,15 +33,22 @@ EXPORT int splitc_interface(void) { return INTERFACE; }
 /* Make an end's operators, once. */
 static OrtStatus* make_domain(End* end, const OrtApi* api) {
     if (end->domain) return NULL;
-    static void (*const kinds[])(Operator*) = {init_all_reduce, init_all_reduce_half, init_send, init_receive,
-                                               init_send_half,  init_receive_half,    init_after};
+    static const struct {
+        const char* name;
+        void (*init)(Operator*);
+        int halves;
+    } kinds[] = {
+        {"AllReduce", init_all_reduce, 0}, {"AllReduceHalf", init_all_reduce, 1}, {"Send", init_send, 0},
+        {"Receive", init_receive, 0}, {"SendHalf", init_send, 1}, {"ReceiveHalf", init_receive, 1}, {"After", init_after, 0},
+    };
     OrtCustomOpDomain* domain;
     end->api = api;
     TRY(ORT(api, CreateCustomOpDomain)("splitc", &domain));
     for (int number = 0; number < OPERATORS; number++) {
         Operator* made = &end->operators[number];
-        init_operator(made, number % 2, registered);
-        kinds[number / 2](made);
+        init_operator(made, kinds[number / 2].name, number % 2, registered);
+        kinds[number / 2].init(made);
+        if (kinds[number / 2].halves) take_halves(made);
         OrtStatus* status = ORT(api, CustomOpDomain_Add)(domain, &made->op);
         if (status) {
             ORT(api, ReleaseCustomOpDomain)(domain);

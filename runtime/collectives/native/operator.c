@@ -62,6 +62,7 @@ size_t first_is_first(int** inputs, int** outputs) {
     return *inputs && *outputs;
 }
 
+static const char* name_of(const OrtCustomOp* op) { return ((const Operator*)op)->name; }
 static const char* provider(const OrtCustomOp* op) {
     return ((const Operator*)op)->on_gpu ? "CUDAExecutionProvider" : "CPUExecutionProvider";
 }
@@ -75,10 +76,12 @@ static void release_places(int* inputs, int* outputs) {
     free(outputs);
 }
 
-void init_operator(Operator* made, int on_gpu, End* end) {
+void init_operator(Operator* made, const char* name, int on_gpu, End* end) {
+    made->name = name;
     made->on_gpu = on_gpu;
     made->end = end;
     made->op.version = ORT_VERSION;
+    made->op.GetName = name_of;
     made->op.GetExecutionProviderType = provider;
     made->op.KernelDestroy = destroy;
     made->op.GetInputMemoryType = memory;

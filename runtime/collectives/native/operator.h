@@ -10,7 +10,7 @@
 
 #define MESSAGE 256
 #define APART "ranks were not given the same requests"
-/* Six kinds, each on the CPU and on CUDA devices. */
+/* Seven kinds, each on the CPU and on CUDA devices. */
 #define OPERATORS 14
 
 /* NCCL's ncclAllReduce, ncclSend and ncclRecv, which are looked up by who has loaded NCCL. */
@@ -29,6 +29,7 @@ struct End;
 /* An operator of one engine, with the end that its kernels use. */
 typedef struct Operator {
     OrtCustomOp op;
+    const char* name;
     int on_gpu;
     struct End* end;
 } Operator;
@@ -84,7 +85,7 @@ OrtStatus* make_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernel
                        void** made);
 
 /* What all operators have in common. */
-void init_operator(Operator* made, int on_gpu, End* end);
+void init_operator(Operator* made, const char* name, int on_gpu, End* end);
 /* Set what operators have in common that take and give a value and, optionally, a token: another one came before. */
 void init_value_and_token(Operator* made);
 /* The value is in half precision, and never in another one. */

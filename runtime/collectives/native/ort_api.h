@@ -66,7 +66,6 @@ ORT_ENTRY(KernelInfoGetAttribute_int64, 86, OrtStatus*, const OrtKernelInfo* inf
 ORT_ENTRY(KernelContext_GetInput, 90, OrtStatus*, const OrtKernelContext* context, size_t index, const OrtValue** input);
 ORT_ENTRY(KernelContext_GetOutput, 91, OrtStatus*, OrtKernelContext* context, size_t index, const int64_t* sizes,
           size_t count, OrtValue** output);
-ORT_ENTRY(ReleaseStatus, 93, void, OrtStatus* status);
 ORT_ENTRY(ReleaseTensorTypeAndShapeInfo, 99, void, OrtTensorTypeAndShapeInfo* info);
 ORT_ENTRY(ReleaseCustomOpDomain, 101, void, OrtCustomOpDomain* domain);
 ORT_ENTRY(KernelContext_GetGPUComputeStream, 193, OrtStatus*, const OrtKernelContext* context, void** stream);

@@ -97,19 +97,9 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* api, const OrtKern
     return make_kernel(op, api, info, "operation", made);
 }
 
-static const char* name(const OrtCustomOp* op) { return (void)op, "AllReduce"; }
-static const char* half_name(const OrtCustomOp* op) { return (void)op, "AllReduceHalf"; }
-
 void init_all_reduce(Operator* made) {
     init_value_and_token(made);
-    made->op.GetName = name;
     made->op.CreateKernelV2 = create;
     made->op.KernelComputeV2 = compute;
     made->op.GetMayInplace = first_is_first;
-}
-
-void init_all_reduce_half(Operator* made) {
-    init_all_reduce(made);
-    made->op.GetName = half_name;
-    take_halves(made);
 }

@@ -1,11 +1,10 @@
-/* The operators that sum over ranks: splitc.AllReduce and AllReduceHalf. */
+/* The operator that sums over ranks: splitc.AllReduce. */
 #ifndef SPLITC_REDUCE_OPERATORS_H
 #define SPLITC_REDUCE_OPERATORS_H
 
 #include "operator.h"
 
-/* Make an operator, of which what is common is set, one of these. */
+/* Make an operator, of which what is common is set, this one. */
 void init_all_reduce(Operator* made);
-void init_all_reduce_half(Operator* made);
 
 #endif

@@ -161,11 +161,6 @@ static OrtStatus* create_with_peer(const OrtCustomOp* op, const OrtApi* api, con
     return make_kernel(op, api, info, "peer", made);
 }
 
-static const char* send_name(const OrtCustomOp* op) { return (void)op, "Send"; }
-static const char* receive_name(const OrtCustomOp* op) { return (void)op, "Receive"; }
-static const char* send_half_name(const OrtCustomOp* op) { return (void)op, "SendHalf"; }
-static const char* receive_half_name(const OrtCustomOp* op) { return (void)op, "ReceiveHalf"; }
-static const char* after_name(const OrtCustomOp* op) { return (void)op, "After"; }
 static size_t one(const OrtCustomOp* op) { return (void)op, 1; }
 static int token(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UINT8; }
 static int any_type(const OrtCustomOp* op, size_t index) { return (void)op, (void)index, ORT_UNDEFINED; }
@@ -180,31 +175,16 @@ static void init_transfer(Operator* made) {
 
 void init_send(Operator* made) {
     init_transfer(made);
-    made->op.GetName = send_name;
     made->op.KernelComputeV2 = send;
     made->op.GetAliasMap = first_is_first;
 }
 
 void init_receive(Operator* made) {
     init_transfer(made);
-    made->op.GetName = receive_name;
     made->op.KernelComputeV2 = receive;
 }
 
-void init_send_half(Operator* made) {
-    init_send(made);
-    made->op.GetName = send_half_name;
-    take_halves(made);
-}
-
-void init_receive_half(Operator* made) {
-    init_receive(made);
-    made->op.GetName = receive_half_name;
-    take_halves(made);
-}
-
 void init_after(Operator* made) {
-    made->op.GetName = after_name;
     made->op.GetInputType = any_type;
     made->op.GetInputTypeCount = one;
     made->op.GetInputCharacteristic = all;
