@@ -16,13 +16,12 @@ from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.compiler.modes.replanning import plan_from_file
-from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.cli.app import app
-from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
@@ -165,18 +164,6 @@ def test_a_wrong_rule_costs_memory_and_no_result(
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()), 2e-5)
-
-
-def test_outputs_that_differ_are_found_before_anything_is_written(two_ranks: tuple[Plan, Path], tmp_path: Path) -> None:
-    """The lowering omits the sums."""
-    plan, _ = two_ranks
-    assert isinstance(plan.split, TensorSplit)
-    forgetful = replace(plan.split.sharded, sums=replace(plan.split.sharded.sums, summed=()))
-    plan = replace(plan, split=replace(plan.split, sharded=forgetful))
-    with pytest.raises(OutputsDifferError, match=r"outputs of the split model differ .* Nothing was written"):
-        compile_model(plan, tmp_path / "package")
-    assert not (tmp_path / "package").exists()
-    compile_model(plan, tmp_path / "package", verify=False)
 
 
 def test_package_runs_sizes_that_were_not_planned(decoder: Path, three_ranks: Path) -> None:
