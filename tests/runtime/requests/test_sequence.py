@@ -25,16 +25,16 @@ from tests.helpers.blocks import Block
 from tests.helpers.freed import code_as_freed
 from tests.helpers.greedy import plain_loop
 from tests.helpers.needs import needs_later_operators
-from tests.helpers.packages import KINDS, compile_mode
+from tests.helpers.packages import compile_mode
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["layer", "tensor in groups"])
 def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
-    """A package in each split mode."""
+    """States that each rank has, or each replica. generate/test_tokens.py has them in each split mode."""
     return compile_mode(decoder, request.param)
 
 
