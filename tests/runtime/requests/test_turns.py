@@ -133,19 +133,16 @@ def two(decoder: Path, folder: Path, first: Path, second: Path) -> Path:
     return write_modules(folder / "pipeline", {"first": first, "second": second})
 
 
-@pytest.mark.usefixtures("gpus")
 @needs_dlpack
-def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_modules_swap_on_gpus(
+    ranks: str, decoder: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replayed requests find their weights too. cuda0 has the whole model, or its second half."""
-    folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
-    feeds, own = decoder_feeds(), {"first": {"devices": ["cuda0"]}, "second": {"devices": ["cuda1", "cuda0"]}}
-    with Pipeline(folder, swap=True, own=own) as opened:
-        _check_turns(opened, run_whole(decoder, feeds), feeds)
-
-
-@needs_dlpack
-def test_modules_swap_on_gpus_of_processes(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
+    if ranks == "threads":
+        request.getfixturevalue("gpus")
+    else:
+        monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
     feeds, own = decoder_feeds(), {"first": {"devices": ["cuda0"]}, "second": {"devices": ["cuda1", "cuda0"]}}
     with Pipeline(folder, swap=True, own=own) as opened:
