@@ -20,6 +20,8 @@ SUM, MAX = range(2)
 # ONNX's codes of types (TensorProto.DataType). onnx_ir, which has them too, takes half a second to import.
 CODES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "float64": 11, "uint32": 12}
 CODES["bfloat16"] = 16
+# Where a meeting's memory counts them: native/meeting.h's `bell.sleepers`.
+_SLEEPERS = 644
 Arrived = list["SimpleQueue[tuple[int, Any]]"]
 
 
@@ -65,6 +67,11 @@ def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[Meeti
         memory = map_memory(create_memory(shared_bytes(ranks)))
     meeting = Meeting(ranks, memory)
     return [meeting.join(rank, patience) for rank in range(ranks)]
+
+
+def somebody_waits(meeting: Meeting) -> bool:
+    """Whether a rank has looked in vain, and sleeps until something changes."""
+    return bool(meeting._memory[_SLEEPERS : _SLEEPERS + 4].any())
 
 
 def all_reduce(end: MeetingEnd, operation: int, array: np.ndarray[Any, Any]) -> tuple[int, np.ndarray[Any, Any]]:

@@ -19,7 +19,8 @@ from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path
 from splitc.runtime.errors import PackageError
-from tests.helpers.meetings import KINDS, MAX, SUM, all_reduce, meet, together
+from tests.conftest import until
+from tests.helpers.meetings import KINDS, MAX, SUM, all_reduce, meet, somebody_waits, together
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -209,7 +210,7 @@ def test_nobody_waits_after_an_abort() -> None:
     end.begin(0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(all_reduce, end, SUM, np.ones(4, np.float32))
-        time.sleep(0.05)
+        until(lambda: somebody_waits(meeting))
         meeting.abort()
         assert waiting.result(5)[0] == FAILED
     end.begin(1)

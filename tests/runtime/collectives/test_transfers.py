@@ -20,7 +20,8 @@ from splitc.runtime.collectives.meeting import Meeting, MeetingEnd
 from splitc.runtime.collectives.nccl import NcclCommunicator
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
 from splitc.runtime.engines.operator_library import is_built, library_path, load_library
-from tests.helpers.meetings import KINDS, meet
+from tests.conftest import until
+from tests.helpers.meetings import KINDS, meet, somebody_waits
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -161,7 +162,8 @@ def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, cou
         def fail(number: int = number) -> None:
             with suppress(*ERRORS):  # the other one does not want them
                 sender.run(None, {"byte": np.ones(1, np.uint8)})
-            time.sleep(0.02)
+            if not count:
+                until(lambda: somebody_waits(ends[0]._meeting))
             ends[failing].fail(number)
 
         def run(number: int = number) -> str:
@@ -182,7 +184,7 @@ def test_rank_that_fails_in_the_midst_of_a_value(sessions: Any) -> None:
     big = np.ones((20_000, 32), np.float32)
 
     def fail() -> None:
-        time.sleep(0.1)
+        until(lambda: somebody_waits(ends[0]._meeting))
         ends[1].fail(number)
 
     def run() -> None:
@@ -206,7 +208,7 @@ def test_nobody_waits_after_an_abort(engines: tuple[Path, Path]) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(run)
-        time.sleep(0.05)
+        until(lambda: somebody_waits(meeting))
         meeting.abort()
         waiting.result(5)
     begin(ends)
