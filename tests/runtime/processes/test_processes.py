@@ -29,7 +29,7 @@ from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.processes.ranks import RankProcesses
-from splitc.runtime.processes.reader import IDLE, LOOK
+from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import PATIENCE
 from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import decoder_feeds, run_whole, until
@@ -306,21 +306,9 @@ def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
     assert ranks._ask() == []  # and does not wait for what has ended
 
 
-def test_copy_of_the_caller_is_told_that_it_has_no_session(opened: Session) -> None:
-    child = os.fork()
-    if not child:
-        try:
-            opened.run(decoder_feeds())
-        except EngineError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    opened.run(decoder_feeds())
-
-
 def test_copy_of_the_caller_asks_the_ranks_nothing(opened: Session) -> None:
     """It would start a thread that reads the answers for which the session waits."""
-    time.sleep(IDLE + 0.5)  # until the session's own such thread has ended
+    until(lambda: all(thread.name != "splitc ranks" for thread in threading.enumerate()))  # the session's own
     child = os.fork()
     if not child:
         asked = opened.notes or opened.device_memory() or threading.active_count() > 1
