@@ -25,7 +25,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks import workers
 from splitc.runtime.ranks.thread import Worker
-from tests.conftest import decoder_feeds
+from tests.conftest import decoder_feeds, until
 from tests.helpers.packages import compile_mode
 from tests.helpers.workers import workers_of
 
@@ -46,13 +46,6 @@ def open_session(request: pytest.FixtureRequest, package: Path) -> Callable[[], 
     return lambda: Session(package, verify="never", threads=1, ranks=request.param)
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def ours() -> tuple[int, int]:
     """The threads and children of this process."""
     return threading.active_count(), len(psutil.Process().children())
@@ -68,7 +61,7 @@ def test_dropped_sessions_are_closed(open_session: Callable[[], Session]) -> Non
         del session, sequence
         gc.collect()
         assert known() is None
-    wait_until(lambda: all(now <= was for now, was in zip(ours(), before, strict=True)))
+    until(lambda: all(now <= was for now, was in zip(ours(), before, strict=True)))
 
 
 def test_dropped_sequences_free_their_states(package: Path) -> None:
@@ -80,7 +73,7 @@ def test_dropped_sequences_free_their_states(package: Path) -> None:
             session.start().run(feeds)
             gc.collect()
         session.run(decoder_feeds())
-        wait_until(lambda: len([number for number in held if number is not None]) == 0)
+        until(lambda: len([number for number in held if number is not None]) == 0)
 
 
 def test_last_reference_may_be_a_requests(open_session: Callable[[], Session], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +86,7 @@ def test_last_reference_may_be_a_requests(open_session: Callable[[], Session], m
         future = session.submit(decoder_feeds())
         del session
         future.result(20)
-    wait_until(lambda: all(now <= was for now, was in zip(ours(), before, strict=True)))
+    until(lambda: all(now <= was for now, was in zip(ours(), before, strict=True)))
     assert lost == []
 
 
@@ -109,7 +102,7 @@ def test_what_a_callback_raises_ends_nothing(
     with open_session() as session:
         for count in (1, 2, 3):
             session.submit(decoder_feeds()).add_done_callback(back)
-            wait_until(lambda expected=count: len(called) == expected)  # type: ignore[misc]
+            until(lambda expected=count: len(called) == expected)  # type: ignore[misc]
         session.submit(decoder_feeds()).result(20)
         assert asyncio.run(session.run_async(decoder_feeds())).keys() == session.run(decoder_feeds()).keys()
     assert "a callback of a request failed" in caplog.text
@@ -200,7 +193,7 @@ def test_callbacks_may_submit_and_close_but_not_wait(open_session: Callable[[], 
             assert sequence.usable, "it was refused, so nothing ran"
         assert call(lambda: session.submit(decoder_feeds())).result(20).keys() >= {"logits"}
         assert call(session.close) is None
-        wait_until(lambda: have_ended(session._workers))
+        until(lambda: have_ended(session._workers))
 
 
 def have_ended(ranks: Any) -> bool:
