@@ -112,7 +112,7 @@ def test_failing_request_fails_alone(streamed: Session, decoder: Path) -> None:
     futures = [streamed.submit(each) for each in feeds]
     for number, future in enumerate(futures):
         if number in (1, 2, 6):
-            with pytest.raises(EngineError, match="stage0"):
+            with pytest.raises(EngineError, match=r"stage0.onnx failed: .*(?i:broadcast|dimension|shape)"):
                 future.result(timeout=20)
         else:
             assert_close(future.result(timeout=20), run_whole(decoder, feeds[number]), 2e-5)
@@ -392,9 +392,9 @@ def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) ->
 
         feeds = dict(np.load({str(tmp_path / "in.npz")!r}))
         with Session({str(package)!r}) as session:
-            print("running", flush=True)
-            for _ in session.map(feeds for _ in iter(int, 1)):
-                pass
+            for number, _ in enumerate(session.map(feeds for _ in iter(int, 1))):
+                if number == 8:
+                    print("running", flush=True)
         """
     )
     child = subprocess.Popen(
@@ -407,7 +407,6 @@ def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) ->
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "running\n"
-        time.sleep(0.5)
         os.kill(child.pid, signal.SIGINT)
         _, errors = child.communicate(timeout=20)
     finally:
