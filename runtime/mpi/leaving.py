@@ -15,7 +15,6 @@ from splitc.runtime.threads.interrupts import later_interrupts
 # Seconds (of this process being awake) within which the others must have ended, and between two checks. As long as
 # everywhere, so that an error comes within 10.
 PATIENCE, LOOK = 8.0, 0.5
-_leaving: list[World] = []
 
 
 def leave_at_exit(world: World) -> None:
@@ -23,9 +22,7 @@ def leave_at_exit(world: World) -> None:
 
     After its sessions, which are closed then, and are younger: the youngest ends first.
     """
-    if not _leaving:
-        _leaving.append(world)
-        weakref.finalize(world, _leave, world)
+    weakref.finalize(world, _leave, world)  # which keeps it until then
 
 
 def leave_signals(world: World) -> None:
