@@ -88,22 +88,18 @@ class KeptSequences:
             kept.working = False
             kept.waiting.clear()
             if step.start:
-                self._drop(self._kept.pop(step.id))
+                self._kept.pop(step.id).sequence.close()
             raise
 
     def _begin(self, key: int | str, adapter: str) -> _Kept:
         """A new sequence, which replaces one with the same id."""
         if (before := self._kept.pop(key, None)) is not None:
-            self._drop(before)
+            before.sequence.close()
         if self._most is not None and len(self._kept) >= self._most:
             raise MisuseError(f"{self._most} sequences are open, the limit (most_sequences): end one of them")
         sequence = self._session.start(self._capacity, adapters=read_names(adapter))
         kept = self._kept[key] = _Kept(sequence, adapter)
         return kept
-
-    def _drop(self, kept: _Kept) -> None:
-        """Close a sequence when its running request has ended. Waiting requests fail."""
-        kept.sequence.close()
 
     def _work(self, key: int | str, kept: _Kept) -> None:
         """Run the requests of a sequence until none waits."""
@@ -131,7 +127,7 @@ class KeptSequences:
         with self._lock:
             if self._kept.get(key) is kept:
                 del self._kept[key]
-        self._drop(kept)
+        kept.sequence.close()
 
     def _watch(self) -> None:
         # So a sequence ends a quarter of its idle time late at most, and the thread wakes once a second at least.
@@ -143,12 +139,12 @@ class KeptSequences:
         with self._lock:
             idle = [key for key, kept in self._kept.items() if not kept.working and now - kept.used >= self._idle]
             for key in idle:
-                self._drop(self._kept.pop(key))
+                self._kept.pop(key).sequence.close()
 
     def close(self) -> None:
         """Close all sequences."""
         self._ended.set()
         with self._lock:
             for kept in self._kept.values():
-                self._drop(kept)
+                kept.sequence.close()
             self._kept.clear()
