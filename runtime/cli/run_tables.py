@@ -81,7 +81,7 @@ def print_memory_terms() -> None:
     )
 
 
-def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None = None) -> None:
+def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None) -> None:
     """Print a package's times and a timeline of its ranks, with an earlier bench for comparison if given."""
     ratio = "package / unsplit"
     numbers = ("latency", "90 %", "rate", *[ratio] * bool(result.baselines))

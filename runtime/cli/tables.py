@@ -107,7 +107,7 @@ def ranks_in_words(manifest: Manifest) -> str:
     return f"{len(manifest.ranks)} ranks" + (f" in {groups} groups, each with the whole model" if groups > 1 else "")
 
 
-def module_title(name: str, split_mode: str, ranks: int, groups: int = 1) -> str:
+def module_title(name: str, split_mode: str, ranks: int, groups: int) -> str:
     """A module's name for tables, with its mode if it is split."""
     return f"{name}, {mode_in_words(split_mode, ranks, groups)}" if ranks > 1 else name
 

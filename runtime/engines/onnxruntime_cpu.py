@@ -116,8 +116,8 @@ class OnnxRuntimeEngine:
         name: str,
         session: ort.InferenceSession,
         options: ort.RunOptions,
-        communicator: Communicator | None = None,
-        limit: int | None = None,
+        communicator: Communicator | None,
+        limit: int | None,
     ) -> None:
         self._name = name
         self._session = session

@@ -79,10 +79,10 @@ class OnnxRuntimeGpuEngine:
         sessions: Sequence[ort.InferenceSession],
         gpu: GpuDevice,
         options: Sequence[ort.RunOptions],
-        sizes_only: Collection[str] = (),
-        capture_blocker: str | None = None,
-        weights: Mapping[str, ort.OrtValue] = MappingProxyType({}),
-        limit: int | None = None,
+        sizes_only: Collection[str],
+        capture_blocker: str | None,
+        weights: Mapping[str, ort.OrtValue],
+        limit: int | None,
     ) -> None:
         self._name = name
         self._limit = limit

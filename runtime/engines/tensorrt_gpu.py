@@ -33,7 +33,7 @@ class TensorrtEngine:
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
 
-    def __init__(self, name: str, engine: Any, backend: TensorrtBackend, replays: bool = True) -> None:
+    def __init__(self, name: str, engine: Any, backend: TensorrtBackend, replays: bool) -> None:
         self._name = name
         self._engine = engine
         self._backend = backend

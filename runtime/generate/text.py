@@ -51,7 +51,7 @@ class Text:
             number: int | None = self.tokenizer.token_to_id(token)
         return number
 
-    def again(self, special: bool = False) -> Text:
+    def again(self, special: bool) -> Text:
         """The same tokenizer, for another text, in which special tokens are shown if `special`."""
         from tokenizers.decoders import DecodeStream
 

@@ -197,7 +197,7 @@ class GpuDevice:
         return wait
 
     def copy_to_pinned(
-        self, values: Mapping[str, GpuArray], allocate: Allocate | None = None
+        self, values: Mapping[str, GpuArray], allocate: Allocate | None
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Copy the arrays to pinned memory on the stream. Returns it by name: that of `allocate`, or new memory."""
         shapes = {name: (value.shape, number_type(value.dtype)) for name, value in values.items()}

@@ -36,7 +36,7 @@ def words_of(split_mode: str) -> ModeWords:
     return WORDS.get(split_mode, ModeWords())
 
 
-def mode_in_words(mode: str, ranks: int, groups: int = 1) -> str:
+def mode_in_words(mode: str, ranks: int, groups: int) -> str:
     """How a model is split; on a single device it is not. Each of several `groups` has the whole model."""
     inside = f", in {groups} groups" if 1 < groups < ranks else ""
     return f"{mode}{inside}" if ranks > 1 else "none, on one device"

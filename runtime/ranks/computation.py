@@ -39,7 +39,7 @@ class Computation:
         loaded: LoadedRank,
         backend: Backend,
         collectives: Collectives,
-        allocate: Allocate | None = None,
+        allocate: Allocate | None,
     ) -> None:
         self.rank = setup.rank
         self.backend = backend

@@ -35,7 +35,7 @@ class Workers:
         setups: Sequence[Setup],
         backends: Sequence[Backend],
         broken: Callable[[BaseException], None],
-        replays: bool = False,
+        replays: bool,
     ) -> None:
         self._collectives = connect(len(backends))
         self._numbers = itertools.count()

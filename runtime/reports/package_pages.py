@@ -61,7 +61,7 @@ def bench_page(
     manifest: Manifest,
     result: BenchResult,
     measured: Sequence[RankMemory],
-    before: EarlierBench | None = None,
+    before: EarlierBench | None,
 ) -> Page:
     """A package's times, timelines and memory, with those of an earlier bench if given."""
     at_work = words_of(manifest.split_mode).at_work

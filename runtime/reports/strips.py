@@ -33,7 +33,7 @@ class ShownRank:
     adapters: int = 0
 
 
-def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bool, copies: int = 1) -> Section:
+def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bool, copies: int) -> Section:
     """The blocks of each rank. With `is_radial`, values cross between rank 0 and each other rank.
 
     Ranks of several `copies` of the model come one copy after the other. Each is shown below that of the first one.

@@ -43,7 +43,7 @@ class Admission:
         manifest: Manifest,
         in_flight: int,
         telemetry: Telemetry,
-        turns: Turns | None = None,
+        turns: Turns | None,
     ) -> None:
         self._workers = workers
         self._telemetry = telemetry

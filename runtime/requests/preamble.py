@@ -74,9 +74,7 @@ def open_preamble(package: Path, manifest: Manifest) -> PreambleEngine | None:
         return PreambleEngine(package, manifest.preamble, manifest.lengths)
 
 
-def rank_feeds(
-    package: Path, manifest: Manifest, feeds: Mapping[str, Feed], keeps_masks: bool = False
-) -> dict[str, Array]:
+def rank_feeds(package: Path, manifest: Manifest, feeds: Mapping[str, Feed], keeps_masks: bool) -> dict[str, Array]:
     """What the ranks take for a request of its own, on the host: its feeds, and what the runtime adds.
 
     For `keeps_masks` and errors see `PreambleEngine.apply` and `with_lengths`.

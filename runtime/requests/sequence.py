@@ -38,7 +38,7 @@ class StateSequence:
     MisuseError, and `close` frees the states when the request has ended.
     """
 
-    def __init__(self, session: Requests, capacity: int | None, adapters: HeldSum | None = None) -> None:
+    def __init__(self, session: Requests, capacity: int | None, adapters: HeldSum | None) -> None:
         self._session = session
         self._adapters = adapters
         self._capacity = None if capacity is None else _check_capacity(capacity)

@@ -27,7 +27,7 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.threads.progress import Bytes, counting
 
 
-def find_packages(package: Path, module: str | None, name: str | None = None) -> dict[str, tuple[Path, Manifest]]:
+def find_packages(package: Path, module: str | None, name: str | None) -> dict[str, tuple[Path, Manifest]]:
     """The packages to export, by the names of models: one, which may be called `name`, or each module of a pipeline.
 
     Raises PackageError and MisuseError as `find_module` does, and for a name of several.

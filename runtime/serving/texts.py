@@ -82,7 +82,7 @@ class Texts:
         config = folder / "generation_config.json"
         self._config = read_config(config) if config.exists() else {}
 
-    def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
         if not self._templates.chat_template:
             raise MisuseError("the model's tokenizer has no chat template: ask for completions of a text instead")

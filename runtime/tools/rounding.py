@@ -96,7 +96,7 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
         yield proto.SerializeToString()
 
 
-def with_results(model: Path, operators: Collection[str] = ()) -> tuple[list[str], bytes] | None:
+def with_results(model: Path, operators: Collection[str]) -> tuple[list[str], bytes] | None:
     """The model with the results of these operators, or of all, as further outputs, and their names.
 
     None without `onnx`.

@@ -63,7 +63,7 @@ def write_trace(path: Path, ranks: Sequence[Rank], requests: Timeline) -> None:
         file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def draw_timeline(ranks: int, requests: Timeline, width: int = 72) -> list[str]:
+def draw_timeline(ranks: int, requests: Timeline, width: int) -> list[str]:
     """A line for each rank. Each column shows how much of its time the rank's engines ran."""
     spans = [[span for request in requests if rank in request for span in request[rank].spans] for rank in range(ranks)]
     every = [span for rank in spans for span in rank]
