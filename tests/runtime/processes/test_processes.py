@@ -358,7 +358,8 @@ def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path
         stop(victim.pid)
         future = session.submit(decoder_feeds())
         closing = pool.submit(session.close)
-        time.sleep(0.2)
+        ranks: Any = session._workers
+        until(lambda: ranks._closing)
         victim.kill()
         with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
             future.result(BOUND)
