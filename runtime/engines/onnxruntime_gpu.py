@@ -191,13 +191,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         self._kernels = ProductKernels(self)
         # The weights that are only on the GPU while their model is at work.
         self.swapped: SwappedWeights | None = None
-        # Of usual runs, and of those after which a session gives unused memory back.
-        self._options = ort.RunOptions(), ort.RunOptions()
-        for options in self._options:
-            # Later work on the stream waits on the GPU, so the host need not wait.
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            options.add_run_config_entry("gpu_graph_id", "-1")  # the runtime captures graphs itself
-        self._options[1].add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self.index}")
+        self._launching, self._waiting = (_run_options(self.index, waits) for waits in (False, True))
 
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
@@ -223,8 +217,21 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
                 "and cuDNN that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        how = self._options, options.sizes_only, capture_blocker, shared or {}, self._limit
+        is_captured = self._cuda_graphs and options.replays and capture_blocker is None
+        run_options = self._run_options_for(is_captured, communicator is None)
+        how = run_options, options.sizes_only, capture_blocker, shared or {}, self._limit
         return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
+
+    def _run_options_for(self, is_captured: bool, is_alone: bool) -> Sequence[ort.RunOptions]:
+        """Those of an engine, of which a session is opened for captures or not, and which waits for no other rank.
+
+        Usually the host does not wait: later work on the stream waits on the GPU. But without CUDA graphs, ONNX Runtime
+        frees the pinned memory of a run's kernels only after such a wait. What is left when the session is deleted is
+        freed in a callback of CUDA's, maybe as the last owner of the allocator, and CUDA permits no cudaFreeHost there:
+        the process ends (an LSTM on an H200, ONNX Runtime 1.31). An engine that waits for other ranks would keep a
+        thread in a call that nothing can end.
+        """
+        return self._waiting if is_alone and not is_captured else self._launching
 
     def _fuse(self, kernels: Sequence[Fused]) -> FusedOperators | None:
         names = tuple(kernel.name for kernel in kernels)
@@ -339,9 +346,19 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         self._fused.clear()
 
     def stop(self) -> None:
-        for options in self._options:
+        for options in (*self._launching, *self._waiting):
             options.terminate = True
         super().stop()
+
+
+def _run_options(index: int, waits: bool) -> tuple[ort.RunOptions, ort.RunOptions]:
+    """The options of usual runs on a GPU, and of those after which a session gives unused memory back."""
+    both = ort.RunOptions(), ort.RunOptions()
+    for options in both:
+        options.add_run_config_entry("disable_synchronize_execution_providers", str(int(not waits)))
+        options.add_run_config_entry("gpu_graph_id", "-1")  # the runtime captures graphs itself
+    both[1].add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{index}")
+    return both
 
 
 _LOADING = threading.Lock()

@@ -72,6 +72,21 @@ def test_what_can_not_be_captured_is_loaded_without_graphs(graphs: bool, shares:
     assert why == ("stage0.onnx can't be loaded with CUDA graphs (in whatever words)" if graphs else None)
 
 
+def test_runs_that_are_never_captured_are_waited_for() -> None:
+    """Where no other rank is waited for: what kernels leave is freed then, not in a callback at the end."""
+    backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
+    backend._launching, backend._waiting = (onnxruntime_gpu._run_options(0, waits) for waits in (False, True))
+    chosen = {
+        (is_captured, is_alone): {
+            options.get_run_config_entry("disable_synchronize_execution_providers")
+            for options in backend._run_options_for(is_captured, is_alone)
+        }
+        for is_captured in (True, False)
+        for is_alone in (True, False)
+    }
+    assert chosen == {(True, True): {"1"}, (True, False): {"1"}, (False, True): {"0"}, (False, False): {"1"}}
+
+
 def test_what_can_not_be_loaded_at_all_says_why() -> None:
     def open_session(captured: bool, known_shapes: bool) -> Any:
         raise PackageError(f"captured: {captured}")
