@@ -13,6 +13,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if TYPE_CHECKING:
     from splitc.runtime.arrays.torch_tensors import to_torch
     from splitc.runtime.errors import (
+        AdapterError,
         DoesNotFitError,
         EngineError,
         FeedError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from splitc.runtime.session.session import Session
 
 __all__ = [
+    "AdapterError",
     "DoesNotFitError",
     "EncoderDecoder",
     "EngineError",

@@ -59,6 +59,12 @@ class MisuseError(SplitcError):
     exit_code = 2
 
 
+class AdapterError(MisuseError):
+    """An adapter that is missing or damaged, of an unknown kind, or for another model."""
+
+    page = "adapters"
+
+
 class DoesNotFitError(SplitcError):
     """The model does not fit the devices' memory."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from splitc.compiler.request.option import KEY, Option, as_given, request_field
@@ -40,9 +41,8 @@ def _read_shares(text: str | None) -> list[float] | None:
 
 
 def _shapes(flag: str, help: str, planned: Callable[[Any], Any], ranged: bool = True) -> Any:
-    return request_field(
-        None, flag, help=help, kind=list[str], read=parse_shapes, shown=[], planned=planned, ranged=ranged
-    )
+    read = partial(parse_shapes, option=flag)
+    return request_field(None, flag, help=help, kind=list[str], read=read, shown=[], planned=planned, ranged=ranged)
 
 
 def _used_up(file: Any) -> None:

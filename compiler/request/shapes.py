@@ -74,11 +74,11 @@ def checked_shapes(option: str, shapes: Mapping[str, Sequence[int]] | None) -> d
     return checked
 
 
-def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
+def parse_shapes(texts: Sequence[str], option: str = "--shapes") -> dict[str, Shape]:
     """Parse shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
 
-    Several in one text are separated by commas, as in trtexec: `name:1x16,other:1x16`. Raises MisuseError for any other
-    text, and for a name that occurs twice.
+    Several in one text are separated by commas, as in trtexec: `name:1x16,other:1x16`. Raises MisuseError, which names
+    the `option`, for any other text, and for a name that occurs twice.
     """
     shapes = {}
     for text in (part for joined in texts for part in [p for p in _SHAPE.split(joined) if p] or [joined]):
@@ -86,10 +86,10 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
         numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
         is_scalar = sizes.replace(" ", "") == "[]"
         if not name or not (is_scalar or all(number.isascii() and number.isdigit() for number in numbers)):
-            raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
+            raise MisuseError(f"can't read {option} '{text}': write NAME:1x16 or NAME:[1,16]")
         if large := [number for number in numbers if len(number) > 15 or int(number or 0) > LARGEST]:
-            raise MisuseError(f"--shapes gives '{name}' the size {shortened(large[0])}, and the largest is {LARGEST:,}")
+            raise MisuseError(f"{option} gives '{name}' the size {shortened(large[0])}, and the largest is {LARGEST:,}")
         if name in shapes:
-            raise MisuseError(f"two shapes are given for '{name}', the second as '{text}': leave out one of them")
+            raise MisuseError(f"{option} gives '{name}' two shapes, the second as '{text}': leave out one of them")
         shapes[name] = tuple(int(number) for number in numbers if number)
     return shapes

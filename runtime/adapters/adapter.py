@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import AdapterError
 
 # The largest rank. A choice: files of adapters have up to some hundreds.
 MOST_RANK = 1 << 14
@@ -37,13 +37,13 @@ class LowRank:
 def read_pair(update: LowRank, name: str) -> tuple[Array, Array]:
     """A and B of an update in single precision, read from the file of the adapter `name`.
 
-    Raises MisuseError for numbers that are not finite.
+    Raises AdapterError for numbers that are not finite.
     """
     a, b = update.read_a(), update.read_b()
     with np.errstate(over="ignore"):
         a, b = a.astype(np.float32), b.astype(np.float32)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise MisuseError(
+        raise AdapterError(
             f"the adapter {name} has numbers for '{update.module}' that are not finite in float32: its file is "
             "damaged, or its training failed"
         )

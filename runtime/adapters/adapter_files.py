@@ -16,7 +16,7 @@ from splitc.runtime.adapters.peft_config import Scaling, read_scaling, scaling_o
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.onnx_types import read_type
 from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
-from splitc.runtime.errors import MisuseError, blamed, needed
+from splitc.runtime.errors import AdapterError, blamed, needed
 from splitc.runtime.files.written import parse_json
 from splitc.runtime.units import first_few
 
@@ -63,13 +63,13 @@ class _Stored:
 def read_adapter(path: str | Path) -> Adapter:
     """The adapter in a file, or in PEFT's or diffusers' folder. Its matrices are read when they are asked for.
 
-    Raises MisuseError for a file that is damaged, of another kind, or lacks one of two matrices.
+    Raises AdapterError for a file that is damaged, of another kind, or lacks one of two matrices.
     """
     file = find_file(Path(path))
     if file.suffix == ".onnx_adapter":
         return _of_onnx(file)
     if file.suffix != ".safetensors":
-        raise MisuseError(f"{file} is no adapter: there are .safetensors and .onnx_adapter")
+        raise AdapterError(f"{file} is no adapter: there are .safetensors and .onnx_adapter")
     stored, metadata = _safetensors(file)
     return Adapter(str(path), _pair(str(file), stored, _find_scaling(file, metadata)))
 
@@ -77,7 +77,7 @@ def read_adapter(path: str | Path) -> Adapter:
 def adapter_of(arrays: Mapping[str, Any]) -> Adapter:
     """The adapter of arrays, or of PyTorch's tensors, by the names that they have in files of safetensors.
 
-    Their scale is 1, where there is no `.alpha`. Raises MisuseError as `read_adapter`.
+    Their scale is 1, where there is no `.alpha`. Raises AdapterError as `read_adapter`.
     """
     stored = {}
     for name, given in arrays.items():
@@ -92,14 +92,16 @@ def _same(array: Array) -> Array:
 
 
 def find_file(path: Path) -> Path:
-    """The file of an adapter that is named by it or by its folder. Raises MisuseError if there is none."""
+    """The file of an adapter that is named by it or by its folder. Raises AdapterError if there is none."""
     if path.is_dir():
         there = [path / name for name in FILES if (path / name).is_file()]
         if not there:
-            raise MisuseError(f"{path} has no adapter in it: there is none of {', '.join(FILES)}")
+            raise AdapterError(f"{path} has no adapter in it: there is none of {', '.join(FILES)}")
         return there[0]
     if not path.is_file():
-        raise MisuseError(f"{path} {'is no regular file' if path.exists() else 'does not exist'}: an adapter is wanted")
+        raise AdapterError(
+            f"{path} {'is no regular file' if path.exists() else 'does not exist'}: an adapter is wanted"
+        )
     return path
 
 
@@ -138,13 +140,13 @@ def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Sc
 
 
 def _pair(path: str, stored: Mapping[str, _Stored], scaling: Callable[[str], Scaling]) -> dict[str, LowRank]:
-    """The updates of the tensors of a file. Raises MisuseError for what is none."""
+    """The updates of the tensors of a file. Raises AdapterError for what is none."""
     halves: dict[str, dict[str, _Stored]] = {}
     alphas: dict[str, _Stored] = {}
     unknown: list[str] = []
     for name, tensor in stored.items():
         if (kind := next((kind for part, kind in _OTHERS.items() if part in name), None)) is not None:
-            raise MisuseError(f"{path} has '{name}', of the kind {kind}: only plain LoRA is known")
+            raise AdapterError(f"{path} has '{name}', of the kind {kind}: only plain LoRA is known")
         if match := next(filter(None, (end.fullmatch(name) for end in _ENDS)), None):
             halves.setdefault(match["module"], {})[_WHICH[match["which"]]] = tensor
         elif alpha := _ALPHA.fullmatch(name):
@@ -152,30 +154,30 @@ def _pair(path: str, stored: Mapping[str, _Stored], scaling: Callable[[str], Sca
         else:
             unknown.append(name)
     if unknown:
-        raise MisuseError(f"{path} has tensors that are no part of a LoRA: {first_few(unknown)}")
+        raise AdapterError(f"{path} has tensors that are no part of a LoRA: {first_few(unknown)}")
     updates = {}
     for module, pair in halves.items():
         if lacking := {"a", "b"} - pair.keys():
-            raise MisuseError(f"{path}: '{module}' lacks the matrix {'A (down)' if 'a' in lacking else 'B (up)'}")
+            raise AdapterError(f"{path}: '{module}' lacks the matrix {'A (down)' if 'a' in lacking else 'B (up)'}")
         own = scaling(module)
         if module in alphas:
             own = Scaling(_number(path, module, alphas[module]), own.by_root)
         updates[module] = _update(path, module, pair["a"], pair["b"], own)
     if not updates:
-        raise MisuseError(f"{path} has no matrices of an adapter in it")
+        raise AdapterError(f"{path} has no matrices of an adapter in it")
     return updates
 
 
 def _number(path: str, module: str, alpha: _Stored) -> float:
     if alpha.shape not in ((), (1,)):
-        raise MisuseError(f"{path}: the alpha of '{module}' has the shape {alpha.shape}, and is one number")
+        raise AdapterError(f"{path}: the alpha of '{module}' has the shape {alpha.shape}, and is one number")
     return float(np.asarray(alpha.read(), np.float64).reshape(()))
 
 
 def _update(path: str, module: str, a: _Stored, b: _Stored, scaling: Scaling) -> LowRank:
-    """The update of matrices A [rank, inputs, ...] and B [outputs, rank, ...]. Raises MisuseError for other shapes."""
+    """The update of matrices A [rank, inputs, ...] and B [outputs, rank, ...]. Raises AdapterError for other shapes."""
     if wrong := [stored.dtype for stored in (a, b) if stored.dtype not in _TYPES.values()]:
-        raise MisuseError(f"{path}: '{module}' is of type {wrong[0]}, and matrices are {', '.join(_TYPES.values())}")
+        raise AdapterError(f"{path}: '{module}' is of type {wrong[0]}, and matrices are {', '.join(_TYPES.values())}")
     kernel = a.shape[2:]
     fits = (
         len(a.shape) == len(b.shape)
@@ -185,14 +187,14 @@ def _update(path: str, module: str, a: _Stored, b: _Stored, scaling: Scaling) ->
         and 0 < a.shape[0] <= MOST_RANK
     )
     if not fits:
-        raise MisuseError(
+        raise AdapterError(
             f"{path}: '{module}' has the matrices A {list(a.shape)} and B {list(b.shape)}, and they are [rank, inputs] "
             "and [outputs, rank]"
         )
     rank = a.shape[0]
     scale = scaling.scale(module, rank)
     if not abs(scale) <= float(np.finfo(np.float32).max):
-        raise MisuseError(f"{path}: '{module}' is scaled by {scale}, as its alpha and rank {rank} say")
+        raise AdapterError(f"{path}: '{module}' is scaled by {scale}, as its alpha and rank {rank} say")
     return LowRank(module, a.shape[1], b.shape[0], rank, kernel, scale, a.read, b.read)
 
 
@@ -204,7 +206,7 @@ def _of_onnx(path: Path) -> Adapter:
         adapter = onnxruntime.AdapterFormat.read_adapter(str(path))
         parameters: Mapping[str, Any] = adapter.get_parameters()
     except Exception as error:  # its errors have no class of their own
-        raise MisuseError(f"can't read the adapter {path}: {_last_line(error)}") from error
+        raise AdapterError(f"can't read the adapter {path}: {_last_line(error)}") from error
     stored = {}
     for name, value in parameters.items():
         of_weight = name if name.endswith(".weight") else f"{name}.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.adapter_files import read_adapter
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import AdapterError
 
 # What stands before modules' names in files for several models, and the folder of the model that it is for.
 PARTS = {
@@ -22,7 +22,7 @@ PARTS = {
 def parse_adapters(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """The files, or folders, with how strong each is: 1 unless a number stands behind a colon.
 
-    What exists is a file's name as it stands. Raises MisuseError for a number that is none.
+    What exists is a file's name as it stands. Raises AdapterError for a number that is none.
     """
     return tuple((text, 1.0) if _exists(text) or _exists(text.partition("=")[2]) else _parse(text) for text in texts)
 
@@ -36,7 +36,7 @@ def as_pairs(files: str | Iterable[str | tuple[str, float]]) -> list[tuple[str, 
 def read_names(text: str) -> dict[str, float] | None:
     """The adapters that a client's request names, as in `style` or `style:0.8,pose:0.3`; None if it names none.
 
-    Raises MisuseError for a number that is none.
+    Raises AdapterError for a number that is none.
     """
     return summed(_parse(part.strip()) for part in text.split(",")) if text else None
 
@@ -45,7 +45,7 @@ def _parse(text: str) -> tuple[str, float]:
     match = re.fullmatch(r"(.+):([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)", text)
     path, strength = (match[1], float(match[2])) if match else (text, 1.0)
     if not math.isfinite(strength):
-        raise MisuseError(f"{text}: an adapter's strength is a number, as in {path}:0.8")
+        raise AdapterError(f"{text}: an adapter's strength is a number, as in {path}:0.8")
     return path, strength
 
 
@@ -64,8 +64,8 @@ def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
 def open_adapter(text: str) -> Adapter:
     """The adapter of a file or folder. With a model's name before it, as in `unet=FILE`, its part for this model.
 
-    What exists is a file's name as it stands. Raises MisuseError as `read_adapter`, and for a file that has other parts
-    only.
+    What exists is a file's name as it stands. Raises AdapterError as `read_adapter`, and for a file that has only other
+    parts.
     """
     part, equals, path = text.partition("=")
     if not equals or not re.fullmatch(r"\w+", part) or _exists(text):
@@ -74,7 +74,7 @@ def open_adapter(text: str) -> Adapter:
     parts = divide(adapter)
     known = sorted(name for name in parts if name is not None)
     if known and part not in known:
-        raise MisuseError(f"{path} has nothing for {part}: it is for {', '.join(known)}")
+        raise AdapterError(f"{path} has nothing for {part}: it is for {', '.join(known)}")
     return Adapter(text, parts[part if known else None].updates)
 
 
@@ -91,13 +91,15 @@ def by_module(
 ) -> dict[str, list[tuple[str, float]]]:
     """The adapters of each of a package's modules, whose name stands before the file.
 
-    Raises MisuseError for a file with no such name.
+    Raises AdapterError for a file with no such name.
     """
     own: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
     for text, strength in as_pairs(asked):
         module = text.partition("=")[0]
         if module not in own:
-            raise MisuseError(f"{text}: say which module the adapter is for, as in {names[0]}=FILE: {', '.join(names)}")
+            raise AdapterError(
+                f"{text}: say which module the adapter is for, as in {names[0]}=FILE: {', '.join(names)}"
+            )
         own[module].append((text, strength))
     return own
 

@@ -19,7 +19,7 @@ from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
-from splitc.runtime.errors import MisuseError, blamed
+from splitc.runtime.errors import AdapterError, blamed
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.units import first_few
 
@@ -99,12 +99,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
         """Load an adapter that was read, under a name. One of this name is replaced.
 
-        The result lists its updates that have no layer here (`unmatched`). Raises MisuseError for a package without
+        The result lists its updates that have no layer here (`unmatched`). Raises AdapterError for a package without
         slots, a file that is no adapter, and an adapter of another model. Then nothing changes.
         """
         self._need_slots()
         if not math.isfinite(scale):
-            raise MisuseError(f"the scale of an adapter is a number, not {scale}")
+            raise AdapterError(f"the scale of an adapter is a number, not {scale}")
         layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs, tuple(slot.kernel)) for slot in self._slots]
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
@@ -120,7 +120,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Open sequences with it keep it. Raises MisuseError if none of this name is loaded."""
+        """Forget an adapter. Open sequences with it keep it. Raises AdapterError if none of this name is loaded."""
         self._need([name])
         del self._loaded[name]
         self._used = {other: times for other, times in self._used.items() if other != name}
@@ -146,15 +146,15 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def use(self, asked: Mapping[str, float] | str) -> None:
         """Set the default sum, for requests that name no adapters and for new sequences.
 
-        Raises MisuseError for an adapter that is not loaded.
+        Raises AdapterError for an adapter that is not loaded.
         """
         self._used = self._read(asked)
 
     def sum(self, asked: Mapping[str, float] | str | None) -> HeldSum | None:
         """The weighted sum of adapters; None if all factors are 0. A name alone is one adapter, with factor 1.
 
-        If `asked` is None, it is the default sum; if it is empty, there is none. Raises MisuseError for an adapter that
-        is not loaded.
+        If `asked` is None, it is the default sum; if it is empty, there is none. Raises AdapterError for one that is
+        not loaded.
         """
         read = self._used if asked is None else self._read(asked)
         parts = tuple(sorted((name, times) for name, times in read.items() if times))
@@ -174,28 +174,28 @@ class Adapters(Mapping[str, LoadedAdapter]):
             sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
         self._need(list(sums))
         if wrong := [name for name, times in sums.items() if not math.isfinite(times)]:
-            raise MisuseError(
+            raise AdapterError(
                 f"the strength of the adapter '{wrong[0]}' is {sums[wrong[0]]}, which is not a finite number"
             )
         return sums
 
     def _need_slots(self) -> None:
         if not self._slots:
-            raise MisuseError(
+            raise AdapterError(
                 "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
             )
 
     def _need(self, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in self._loaded]:
             known = first_few(list(self._loaded)) or "none"
-            raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
+            raise AdapterError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
     def _add(
         self, names: Sequence[str], adapters: Sequence[tuple[LoadedAdapter, float]], rank: int
     ) -> dict[str, Array]:
         """The arrays of a sum: the adapters' ranks side by side, each B times its adapter's factor.
 
-        All slots are padded with zeros to one rank, so that shapes stay the same from sum to sum. Raises MisuseError
+        All slots are padded with zeros to one rank, so that shapes stay the same from sum to sum. Raises AdapterError
         for a factor that makes numbers which are not finite.
         """
         feeds: dict[str, Array] = {}
@@ -210,7 +210,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     with np.errstate(over="ignore", invalid="ignore"):
                         a[part], b[part] = first, second * np.float32(times * adapter.scale)
                     if not (np.isfinite(a[part]).all() and np.isfinite(b[part]).all()):
-                        raise MisuseError(
+                        raise AdapterError(
                             f"the adapter '{name}', times {times * adapter.scale:g}, has numbers that are not finite "
                             f"in {slot.b.dtype}, for the layer {slot.names[0]}: ask for a smaller strength"
                         )
@@ -221,14 +221,14 @@ class Adapters(Mapping[str, LoadedAdapter]):
 def _arrays(update: LowRank, slot: Slot, name: str) -> tuple[Array, Array]:
     """A and B of an update in single precision, with a row for each unit of the rank. B has the scale.
 
-    Raises MisuseError if numbers are not finite; `name` is the adapter's.
+    Raises AdapterError if numbers are not finite; `name` is the adapter's.
     """
     a, b = read_pair(update, name)
     scale = update.scale if update.for_slots else update.scale / slot.factor
     with np.errstate(over="ignore", invalid="ignore"):
         b = np.ascontiguousarray(b.reshape(len(b), -1).T * np.float32(scale))
     if not np.isfinite(b).all():
-        raise MisuseError(
+        raise AdapterError(
             f"the adapter {name} has numbers for '{update.module}' that are not finite in float32, times its scale "
             f"{scale:g}"
         )

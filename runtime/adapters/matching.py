@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import AdapterError
 from splitc.runtime.units import first_few
 
 
@@ -60,11 +60,11 @@ def match(adapter: Adapter, layers: Sequence[Layer]) -> Matches:
 
 
 def need_matches(adapter: Adapter, matches: Matches, layers: Sequence[Layer]) -> None:
-    """Raise MisuseError for an adapter of another model: none of its updates has a layer."""
+    """Raise AdapterError for an adapter of another model: none of its updates has a layer."""
     if not matches.updates:
         module, why = next(iter(matches.unmatched.items()))
         known = first_few([layer.names[0] for layer in layers if layer.names]) or "none"
-        raise MisuseError(
+        raise AdapterError(
             f"the adapter {adapter.name} has nothing for this model, and may be another model's: '{module}': {why}. "
             f"Layers that take adapters: {known}"
         )

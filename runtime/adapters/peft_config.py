@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import AdapterError
 from splitc.runtime.files.written import read_config
 
 CONFIG = "adapter_config.json"
@@ -54,7 +54,7 @@ class Scaling:
 def read_scaling(folder: Path) -> Scaling:
     """The scaling that PEFT's adapter_config.json gives, if there is one.
 
-    Raises MisuseError, which names the kind, for adapters that are more than two matrices a module.
+    Raises AdapterError, which names the kind, for adapters that are more than two matrices a module.
     """
     path = folder / CONFIG
     return scaling_of(read_config(path), str(path), PREFIX) if path.is_file() else Scaling()
@@ -65,35 +65,35 @@ def scaling_of(config: Mapping[str, Any], where: str, prefix: str) -> Scaling:
     _check_plain(config, where)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise MisuseError(f"{where} has an alpha_pattern that is not an object of numbers by name: {patterns}")
+        raise AdapterError(f"{where} has an alpha_pattern that is not an object of numbers by name: {patterns}")
     alphas = [config.get("lora_alpha"), *patterns.values()]
     if not all(alpha is None or isinstance(alpha, int | float) for alpha in alphas):
-        raise MisuseError(f"{where} has an alpha that is not a number: {alphas}")
+        raise AdapterError(f"{where} has an alpha that is not a number: {alphas}")
     for pattern in patterns:
         try:
             re.compile(_expression(pattern))
         except re.error as error:
-            raise MisuseError(
+            raise AdapterError(
                 f"{where} has the alpha_pattern '{pattern}', which is not a regular expression: {error}"
             ) from None
     return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns, prefix)
 
 
 def _check_plain(config: Mapping[str, Any], where: str) -> None:
-    """Raise MisuseError for a config of another kind than matrices that are added to the original model's layers."""
+    """Raise AdapterError for a config of another kind than matrices that are added to the original model's layers."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise MisuseError(f"{where} is of the kind {kind}, and only LORA is known")
+        raise AdapterError(f"{where} is of the kind {kind}, and only LORA is known")
     for key, what in KINDS.items():
         if config.get(key):
-            raise MisuseError(f"{where} is of the kind {what} ({key}), and only plain LoRA is known")
+            raise AdapterError(f"{where} is of the kind {what} ({key}), and only plain LoRA is known")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
+        raise AdapterError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
     if saved := config.get("modules_to_save"):
-        raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
+        raise AdapterError(f"{where} has whole modules beside its matrices ({saved})")
     begin = config.get("init_lora_weights")
     if str(begin).lower().startswith(CHANGING):
-        raise MisuseError(
+        raise AdapterError(
             f"{where} was trained beside changed base weights (init_lora_weights={begin}), and is wrong beside the "
             "original ones: convert it to plain LoRA, by PEFT's save_pretrained(folder, "
             "path_initial_model_for_weight_conversion=...), or export the model with the changed weights, and say "

@@ -34,8 +34,8 @@ def test_shapes_are_read_in_both_spellings() -> None:
 
 @pytest.mark.parametrize("text", ["ids", "ids:axb", ":1x2", "ids:1x-1", "ids:²x4"])
 def test_other_shapes_are_refused(text: str) -> None:
-    with pytest.raises(MisuseError, match="write NAME:1x16"):
-        parse_shapes([text])
+    with pytest.raises(MisuseError, match=f"can't read --max-shapes '{text}': write NAME:1x16"):
+        parse_shapes([text], "--max-shapes")
 
 
 @pytest.mark.parametrize("size", [-2, 1 << 50])

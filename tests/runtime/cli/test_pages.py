@@ -77,6 +77,15 @@ def test_errors_end_with_their_page(decoder: Path, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "none", code=2).stderr.endswith("\nsee: splitc help package-format#the-package\n")
 
 
+def test_errors_of_shapes_and_adapters_end_with_their_page(decoder: Path, tmp_path: Path) -> None:
+    for given, page in {
+        ("--shapes", "input_ids:ax3"): "shapes#shapes-to-plan-for",
+        ("--max-shapes", "input_ids:1x3,input_ids:1x4"): "shapes#ranges-for-engines-that-are-built",
+        ("--lora", str(tmp_path / "none.safetensors")): "adapters",
+    }.items():
+        assert run("plan", decoder, "-d", "2xcpu", *given, code=2).stderr.endswith(f"\nsee: splitc help {page}\n")
+
+
 def test_help_shows_pages_and_sections() -> None:
     shown, page = run("help", "planning").stdout, (DOCS / "guide" / "planning.md").read_text(encoding="utf-8")
     assert shown == re.sub("<!--.*-->\n", "", page) != page, "comments are for tests"
