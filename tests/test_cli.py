@@ -104,6 +104,7 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "idz:1x2"], 2, "the model has no such input"),
         (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "1x2"], 2, "write NAME:1x16"),
         (["compile", "MODEL", "-o", "PACKAGE", "-d", "cpu0"], 2, "exists already"),
+        (["compile", "MODEL", "-o", "PACKAGE", "-d", "cpu0", "--weights", "x"], 2, "unknown --weights 'x': there are"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,2,3"], 2, "3 shares, and there are 2"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--tensor-split", "1,x"], 2, "one number a device"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--split-mode", "diagonal"], 2, "unknown split mode"),

@@ -266,7 +266,7 @@ def compile_command(
     """Split a model, or a folder of models, over devices and write the package that runs it."""
     # Imported here, as in plan, since a machine that only runs packages has no onnx.
     from splitc.compiler.packaging.package import compile_model
-    from splitc.compiler.packaging.staging import check_target
+    from splitc.compiler.packaging.staging import check_target, check_weights
     from splitc.compiler.pipelines.exporting import exported
     from splitc.compiler.planning.plan_file import to_file
     from splitc.compiler.show.plan_tables import print_plan
@@ -278,6 +278,7 @@ def compile_command(
     given = partial(is_given, context)
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
     how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
+    check_weights(weights)
     check_target(package, force)
     if export or model.is_dir():
         from splitc.compiler.cli.folders import compile_folder

@@ -28,14 +28,13 @@ from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried
-from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
+from splitc.compiler.packaging.staging import check_disk_space, check_weights, full_disk_explained, written_aside
 from splitc.compiler.packaging.unmasked import without_masks, write_preamble
 from splitc.compiler.packaging.weight_files import WeightFile, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
-from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
 from splitc.runtime.hardware.devices import cores, threads_for
 from splitc.runtime.package import manifest as m
@@ -43,8 +42,6 @@ from splitc.runtime.package.manifest_file import write_manifest
 from splitc.runtime.threads.garbage import rare_garbage
 from splitc.runtime.threads.progress import doing
 from splitc.runtime.units import whole_number
-
-WEIGHTS = ("copy", "link")
 
 
 @rare_garbage()
@@ -118,8 +115,7 @@ def _check_request(
     if kind.is_built and plan.analysis.graph.optional:
         optional = ", ".join(value.name or "" for value in plan.analysis.graph.optional)
         warn(f"{kind.title} has no optional inputs: these keep the values that the model gives them: {optional}")
-    if weights not in WEIGHTS:
-        raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
+    check_weights(weights)
 
 
 def _check_numbers(threads: int | None, jobs: int | None) -> None:

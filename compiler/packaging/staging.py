@@ -19,6 +19,15 @@ from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.verification import STAMP
 from splitc.runtime.units import format_bytes
 
+# How a package comes to its weights: its own copy, or hard links to the model's data.
+WEIGHTS = ("copy", "link")
+
+
+def check_weights(weights: str) -> None:
+    """Raise MisuseError unless this is one of WEIGHTS."""
+    if weights not in WEIGHTS:
+        raise MisuseError(f"unknown --weights '{weights}': there are {', '.join(WEIGHTS)}")
+
 
 def check_target(target: Path, force: bool) -> None:
     """Raise MisuseError unless a package may be written to `target`.

@@ -34,6 +34,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
     **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),
     "--reference": "checking#the-reference",
+    "--weights": "package-format#the-package",
     "--trust-external-data": "errors#what-is-trusted",
     **dict.fromkeys(("--baseline", "--baseline-threads", "--in-flight", "--runs", "--before"), "measuring#bench"),
     "--trace": "measuring#trace",

@@ -227,7 +227,9 @@ class StateSequence:
         SplitcError after `close`.
         """
         with self._alone():
-            if self._capacity is None or (capacity := _check_capacity(capacity)) < self._capacity:
+            if self._capacity is None:
+                raise MisuseError("this sequence has no capacity that could grow: begin it with start(capacity=...)")
+            if (capacity := _check_capacity(capacity)) < self._capacity:
                 raise MisuseError(f"a sequence with a capacity of {self._capacity} can't grow to {capacity}")
             self._capacity = capacity
 
