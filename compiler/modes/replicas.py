@@ -24,7 +24,7 @@ from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
 from splitc.runtime.engines.kinds import choose_engine
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.feeds.rows import share_rows
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.profiles import HOST
@@ -128,7 +128,13 @@ def _divided(
     counts = share_rows(planned_rows(analysis, rows), shares)
     analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
     most = analyses[counts.index(max(counts))]
-    plans = {own: plan_one(own) for own in dict.fromkeys((most, *analyses))}
+    try:
+        plans = {own: plan_one(own) for own in dict.fromkeys((most, *analyses))}
+    except DoesNotFitError as error:
+        raise DoesNotFitError(
+            f"{error}\nThese are the devices of one group. Each of the {len(counts)} groups holds the whole model "
+            "(batch mode, --batch-groups), so each needs as much."
+        ) from error
     plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
     check_memory(plan)
     return plan

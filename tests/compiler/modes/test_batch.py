@@ -395,8 +395,9 @@ def test_impossible_groups_are_refused(decoder: Path, devices: str, asked: dict[
 def test_copies_that_do_not_fit_are_refused_and_stages_are_not(deep_decoder: Path) -> None:
     """The second device has less memory than the whole model needs."""
     memory = ["cpu0=1GiB", "cpu1=632KiB"]
-    with pytest.raises(DoesNotFitError, match=r"cpu1 holds prologue to layers\.\d: \d+ KiB of 632 KiB"):
+    with pytest.raises(DoesNotFitError, match=r"cpu1 holds prologue to layers\.\d: \d+ KiB of 632 KiB") as caught:
         plan_model(deep_decoder, ["2xcpu"], Request(split_mode="batch", memory=memory))
+    assert "Each of the 2 groups holds the whole model" in str(caught.value)
     assert plan_model(deep_decoder, ["2xcpu"], Request(memory=["632KiB"])).replicas is None
 
 
