@@ -15,7 +15,7 @@ from splitc.compiler.modes.rows import planned_rows, tried_rows, with_rows
 from splitc.compiler.modes.table import BATCH
 from splitc.compiler.placement.asked import asked_places
 from splitc.compiler.placement.placed import on_devices
-from splitc.compiler.planning.assembly import check_memory, plan_warnings
+from splitc.compiler.planning.assembly import check_memory, memory_warnings, plan_warnings
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
 from splitc.compiler.planning.plan import Plan, Replicas
@@ -211,7 +211,8 @@ def _joined(
     if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
         raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
     count = len(first.ranks)
-    warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *first.warnings))
+    others = [each for each in first.warnings if each not in memory_warnings(first.ranks)]
+    warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *others))
     names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
     first = replace(
         first,

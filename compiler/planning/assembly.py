@@ -225,12 +225,18 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     if analysis.slot_rank is not None and not analysis.slots:
         why = next(iter(analysis.slotless.values()), "it has no matmuls with weights")
         warnings.append(f"--lora-slots has no effect, since no layer of the model takes adapters: {why}")
-    if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
-        warnings.append(
-            f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "
-            f"give its budget, as in --memory {unknown[0]}=40GiB"
-        )
-    return warnings
+    return [*warnings, *memory_warnings(ranks)]
+
+
+def memory_warnings(ranks: Sequence[RankPlan]) -> list[str]:
+    """That some of the ranks have no budget, which was not given."""
+    unknown = list(dict.fromkeys(str(rank.device) for rank in ranks if rank.budget is None))
+    if not unknown:
+        return []
+    return [
+        f"memory was not checked for {first_few(unknown)}, which this machine does not have: give its budget, as in "
+        f"--memory {unknown[0]}=40GiB"
+    ]
 
 
 def check_memory(plan: Plan, whole: str = "") -> None:

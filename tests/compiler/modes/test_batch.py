@@ -401,6 +401,15 @@ def test_copies_that_do_not_fit_are_refused_and_stages_are_not(deep_decoder: Pat
     assert plan_model(deep_decoder, ["2xcpu"], Request(memory=["632KiB"])).replicas is None
 
 
+@pytest.mark.parametrize("memory", [[], ["host0/cuda0=1GiB"], ["host1/cuda0=1GiB"]])
+def test_devices_without_a_budget_are_told_once(decoder: Path, memory: list[str]) -> None:
+    plan = plan_model(decoder, ["host0/cuda0", "host1/cuda0"], Request(split_mode="batch", memory=memory))
+    unchecked = [warning for warning in plan.warnings if "memory was not checked" in warning]
+    unknown = {"host0/cuda0", "host1/cuda0"} - {given.partition("=")[0] for given in memory}
+    assert len(unchecked) == 1
+    assert ", ".join(sorted(unknown)) + "," in unchecked[0]
+
+
 def test_groups_are_inside_hosts(decoder: Path) -> None:
     devices = ["host0/cpu0", "host1/cpu0", "host0/cpu1", "host1/cpu1"]
     plan = plan_model(decoder, devices, Request(split_mode="tensor", batch_groups=2, memory=["1GiB"]))
