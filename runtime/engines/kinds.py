@@ -99,7 +99,9 @@ def choose_engine(asked: str | None, devices: Sequence[Device]) -> str:
         )
     kind = find_kind(asked)
     if others := [str(device) for device in devices if device.kind not in kind.backends]:
-        raise MisuseError(f"--engine {asked} runs on GPUs (cuda0, ...), and {others[0]} is none: use onnxruntime there")
+        raise MisuseError(
+            f"{kind.title} runs on GPUs (cuda0, ...), and {others[0]} is none: compile with --engine onnxruntime for it"
+        )
     return asked
 
 

@@ -272,4 +272,4 @@ def test_commands_build_later(short_decoder: Path, tmp_path: Path) -> None:
     assert "are not built yet" in splitc("check", package, "-m", short_decoder, code=1).stderr
     assert "built 2 engines with tensorrt-rtx" in splitc("build", package, "--jobs", 1).stdout
     assert json.loads(splitc("inspect", package, "--json").stdout)["build"]["built"]["version"] == RTX.__version__
-    assert "runs on GPUs" in splitc("check", package, "-m", short_decoder, "-d", "2xcpu", code=2).stderr
+    assert "TensorRT-RTX runs on GPUs" in splitc("check", package, "-m", short_decoder, "-d", "2xcpu", code=2).stderr

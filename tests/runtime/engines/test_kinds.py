@@ -47,7 +47,7 @@ def test_kind_that_is_in_the_table_is_loaded_and_chosen(monkeypatch: pytest.Monk
     assert choose_engine("imaginary", parse_devices(["cpu0"])) == "imaginary"
     backend: Any = make_backend("imaginary", Device("cpu", 1), 3)
     assert backend.options == BackendOptions(new, Device("cpu", 1), 3, BuildOptions(), True)
-    with pytest.raises(MisuseError, match="imaginary runs on GPUs"):
+    with pytest.raises(MisuseError, match="Imaginary runs on GPUs"):
         choose_engine("imaginary", parse_devices(["cuda0"]))
 
 
