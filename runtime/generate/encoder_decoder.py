@@ -12,6 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.bound_model import BoundModel
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
+from splitc.runtime.generate.prompt_tokens import check_tokens
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import (
@@ -65,7 +66,7 @@ class EncoderDecoder:
         return {**masks, **self._sessions[str(self.wiring.encoder)].run(feeds)}
 
     def encode_tokens(self, tokens: Sequence[int]) -> Mapping[str, Array]:
-        """Run the encoder on a text's token ids. Raises MisuseError if it takes something else."""
+        """Run the encoder on a text's token ids. Raises MisuseError for tokens that it does not take."""
         if self.encoder is None:
             return {}
         return self.encode(_feeds_of_tokens(self.encoder, tokens))
@@ -170,9 +171,9 @@ def find_features(encoder: Manifest | None) -> Tensor:
 
 
 def _feeds_of_tokens(encoder: Manifest, tokens: Sequence[int]) -> dict[str, Array]:
-    """The feeds of an encoder of text. Raises MisuseError if it takes something else."""
+    """The feeds of an encoder of text. Raises MisuseError if it takes something else, and as `check_tokens`."""
     if not reads_text(encoder):
         raise MisuseError(f"can't read a text with this package: {describe_encoder(encoder)}")
-    if not tokens:
-        raise MisuseError("the prompt has no tokens")
-    return Feeder(encoder, find_token_inputs(encoder)).feeds(tokens, len(tokens))
+    inputs = find_token_inputs(encoder)
+    known = check_tokens(encoder, inputs, tokens)
+    return Feeder(encoder, inputs).feeds(known, len(known))

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import reprlib
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays.array import number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
+from splitc.runtime.generate.prompt_tokens import check_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token, random_numbers
-from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
-from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.generate.signature import find_signature, need_tokens
 
 # Changes the logits of the next token, [vocabulary], given all tokens so far, the prompt's among them.
 Rule = Callable[[npt.NDArray[Any], Sequence[int]], npt.NDArray[Any]]
@@ -77,7 +73,7 @@ def generate(
             f"{session.manifest.source.name} has no caches, so it reads all tokens each time: leave out the package "
             "for the prompt (--prefill)"
         )
-    prompt = _check_prompt(session.manifest, signature, prompt)
+    prompt = check_tokens(session.manifest, signature, prompt)
     need_tokens(session.manifest, signature.logits, stop_tokens)
     ends = stop_tokens or other_stop_tokens
     tokens = list(prompt)
@@ -106,22 +102,3 @@ def generate(
         return ROOM if max_new_tokens is None and count < USUAL else LIMIT
     finally:
         conversation.close()
-
-
-def _check_prompt(manifest: Manifest, signature: LanguageSignature, prompt: npt.ArrayLike) -> list[int]:
-    """The prompt's tokens. Raises MisuseError if there are none, or some that the model does not know."""
-    array = np.asarray(prompt, object)
-    if not array.size:
-        raise MisuseError("the prompt has no tokens")
-    wrong = [token for token in array.flat if not isinstance(token, Integral) or isinstance(token, bool)]
-    if array.ndim != 1 or wrong:
-        what = f"has {reprlib.repr(wrong[0])}" if array.ndim == 1 else f"is an array of shape {list(array.shape)}"
-        raise MisuseError(f"a prompt is a list of token ids, and this one {what}")
-    tokens = list(map(int, array))
-    ids = next(tensor for tensor in manifest.inputs if tensor.name == signature.ids)
-    vocabulary, dtype = ids.role.rows if ids.role is not None else 0, number_type(ids.dtype)
-    end = vocabulary or (np.iinfo(dtype).max + 1 if dtype.kind in "iu" else None)
-    if unknown := [token for token in tokens if token < 0 or (end is not None and token >= end)]:
-        limit = f"has a vocabulary of {vocabulary}" if vocabulary else f"takes numbers from 0, of type {dtype}"
-        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model {limit}")
-    return tokens

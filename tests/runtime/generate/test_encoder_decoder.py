@@ -25,7 +25,7 @@ from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.wiring import find_links, find_wiring
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.conftest import DECODER, KEPT
+from tests.conftest import DECODER, KEPT, assert_close
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
 from tests.helpers.greedy import plain_loop
@@ -166,6 +166,17 @@ def test_cross_caches_go_to_the_ranks_once(tensor_text: Path, monkeypatch: pytes
     assert moved and sum(moved) <= len(rest) * (3 + 3) * 8, (
         "only the newest token moves, and its index among the new ones"
     )
+
+
+def test_encoders_take_tokens_that_they_know(tensor_text: Path) -> None:
+    with Pipeline(tensor_text, threads=1) as pipeline:
+        model = EncoderDecoder(pipeline)
+        whole = model.encode_tokens(TEXT)
+        assert_close(model.encode_tokens(np.array(TEXT)), whole, 0)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match="has the token 70000, and the model has a vocabulary of"):
+            model.encode_tokens([*TEXT, 70_000])
+        with pytest.raises(MisuseError, match="the prompt has no tokens"):
+            model.encode_tokens([])
 
 
 def test_texts_at_the_same_time(text: Path, tensor_text: Path) -> None:
