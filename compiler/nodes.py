@@ -33,6 +33,11 @@ def known_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     return None if value is None or OPTIONAL in value.meta else value.const_value
 
 
+def known_weight(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of an initializer that requests can't override; None for other values, even if they are constant."""
+    return known_tensor(value) if value is not None and value.is_initializer() else None
+
+
 def settings_of(node: ir.Node) -> dict[str, Any]:
     """A node's attributes, as plain values."""
     return {name: attribute.value for name, attribute in node.attributes.items()}

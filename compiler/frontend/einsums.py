@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_weight
 
 
 def multiply_by_matrices(graph: ir.Graph) -> None:
@@ -46,5 +46,5 @@ def _factors(node: ir.Node) -> tuple[ir.Value, ir.Value, bool] | None:
 
 def _is_matrix(value: ir.Value) -> bool:
     """Whether a value is a weight of two axes that requests can't override."""
-    tensor = known_tensor(value)
-    return value.is_initializer() and tensor is not None and len(tensor.shape) == 2
+    tensor = known_weight(value)
+    return tensor is not None and len(tensor.shape) == 2

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_weight
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
@@ -70,7 +70,7 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
         else:
             return None
         weight = maker.inputs[0]
-    shape = shape_of(weight) if weight.is_initializer() and known_tensor(weight) is not None else ()
+    shape = shape_of(weight) if known_weight(weight) is not None else ()
     layer = None if len(shape) < 2 else reader(node, weight, shape, transposed)
     if layer is None:
         return None

@@ -7,7 +7,7 @@ from typing import TypeGuard
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_tensor, known_weight
 from splitc.runtime.arrays.array import Array
 
 
@@ -68,8 +68,8 @@ def filled_with(node: ir.Node) -> Array:
 
 def is_own(value: ir.Value, rank: int) -> bool:
     """Whether a value is a weight of this rank with one reader, which requests can't override."""
-    constant = known_tensor(value)
-    return value.is_initializer() and constant is not None and len(constant.shape) == rank and len(value.uses()) == 1
+    tensor = known_weight(value)
+    return tensor is not None and len(tensor.shape) == rank and len(value.uses()) == 1
 
 
 def own_matrix(value: ir.Value) -> tuple[ir.Value, int] | None:

@@ -137,7 +137,7 @@ def _find_cuts(
 ) -> list[_Cut]:
     """The last product with a weight before a value with this axis of rows; several where their results are added.
 
-    So are those of a layer and of its slot for adapters. None if one is missing, or is no wider than its input. `after`
+    So are those of a layer and of its slot for adapters. No cut if one is missing, or no wider than its input. `after`
     are the values from there to the output. Raises NotFusedError if rows are not computed independently.
     """
     while (node := value.producer()) is not None:

@@ -24,7 +24,7 @@ from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.fusion.sizes import Sizes, size_readers
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_tensor, known_weight
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
 
@@ -215,8 +215,8 @@ def _content(value: ir.Value | None) -> Hashable:
 
 
 def _is_small(value: ir.Value) -> bool:
-    tensor = known_tensor(value)
-    return value.is_initializer() and tensor is not None and tensor.nbytes <= LARGEST
+    tensor = known_weight(value)
+    return tensor is not None and tensor.nbytes <= LARGEST
 
 
 def _has(value: ir.Value, growing: Collection[tuple[int, int]], sizes: Sizes) -> bool:

@@ -32,7 +32,7 @@ from splitc.compiler.frontend.matching import (
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.lowering.skip_norms import known_shape
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_weight
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
@@ -115,21 +115,16 @@ def _with_weights(
     last: ir.Node, data: ir.Value | None, scale: ir.Value | None, shift: ir.Value | None, groups: int, epsilon: float
 ) -> _GroupNorm | None:
     """The GroupNorm with its weights, and with SiLU if nothing else reads its result."""
-    by_channel = [_weight(value_before(value, "Reshape", "Unsqueeze") or value) for value in (scale, shift)]
+    by_channel = [known_weight(value_before(value, "Reshape", "Unsqueeze") or value) for value in (scale, shift)]
     if data is None or groups <= 0 or by_channel[0] is None or by_channel[1] is None:
         return None
     activation = _silu(last.outputs[0])
     return _GroupNorm(data, groups, epsilon, by_channel[0], by_channel[1], activation is not None, activation or last)
 
 
-def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of an initializer that requests can't override; None for other values."""
-    return known_tensor(value) if value is not None and value.is_initializer() else None
-
-
 def _filled(value: ir.Value | None, number: float) -> int | None:
     """The size of a constant vector whose elements are all this number; None for other values."""
-    tensor = _weight(value)
+    tensor = known_weight(value)
     array = None if tensor is None or len(tensor.shape) != 1 else tensor.numpy()
     return None if array is None or not (array == number).all() else array.size
 
@@ -197,7 +192,7 @@ def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     if data is None or weight is None or not is_own(weight, 4) or not _are_images(data, tensor_of(weight), shapes):
         return False
     wide = tensor_of(weight).shape.numpy()[1] % CHANNELS_AT_ONCE == 0
-    has_weights = not bias or bias[0] is None or _weight(bias[0]) is not None
+    has_weights = not bias or bias[0] is None or known_weight(bias[0]) is not None
     return wide and has_weights and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
 
 

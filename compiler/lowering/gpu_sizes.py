@@ -26,7 +26,7 @@ from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
 from splitc.compiler.lowering.fused_experts import fuse_experts
 from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.lowering.widened import widen
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_weight
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.request.shapes import Shape
@@ -190,8 +190,8 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
 
 def _constant(value: ir.Value) -> Array | None:
     """The numbers of a constant; None for other values, and for those that a request can override."""
-    tensor = known_tensor(value)
-    return None if tensor is None or not value.is_initializer() else tensor.numpy()
+    tensor = known_weight(value)
+    return None if tensor is None else tensor.numpy()
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,8 @@ def _joined(
     if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
         raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
     count = len(first.ranks)
-    others = [warning for warning in first.warnings if warning not in memory_warnings(first.ranks)]
+    unchecked = memory_warnings(first.ranks)
+    others = [warning for warning in first.warnings if warning not in unchecked]
     warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *others))
     names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
     first = replace(

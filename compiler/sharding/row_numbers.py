@@ -24,7 +24,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx, made_by, source_through
 from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import known_weight
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.indexing import SELECTS, WRITES
@@ -203,7 +203,7 @@ def nodes_from_sizes(graph: Graph) -> set[ir.Node]:
 def _is_known(graph: Graph, value: ir.Value, made: set[ir.Node]) -> bool:
     if value.producer() in made or value.producer() in graph.constant:
         return True
-    return value.is_initializer() and known_tensor(value) is not None
+    return known_weight(value) is not None
 
 
 def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.Value, Array]:
