@@ -11,7 +11,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.slots import is_slot_sum, need_slots
-from splitc.compiler.packaging import package
+from splitc.compiler.packaging import written_rank
 from splitc.runtime import OutputsDifferError
 
 COMPARED = "; with a random adapter, "
@@ -40,7 +40,7 @@ def test_a_fault_of_slots_is_found(decoder: Path, tmp_path: Path, monkeypatch: p
         for node in filter(is_slot_sum, graph):
             node.op_type = "Sub"
 
-    monkeypatch.setattr(package, "need_slots", subtract)
+    monkeypatch.setattr(written_rank, "need_slots", subtract)
     plan = plan_model(decoder, "2xcpu", Request(split_mode="tensor", lora_slots=2))
     with pytest.raises(OutputsDifferError, match="outputs of the split model"):
         compile_model(plan, tmp_path / "package")
