@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -64,56 +63,71 @@ def rows_of_micro_batches(analysis: Analysis) -> Mapping[str, int] | None:
 @remembered
 def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
     """The batch; or why there is none, and what to do. Cached, since auto mode needs it for each way."""
-    graph, bound = analysis.graph, probe_sizes(analysis)
-    probes = probes_of(analysis)
+    graph = analysis.graph
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
         return (
             f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
-    reported = bound
-    rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
-    if rows is None:
-        rows, _ = _search(analysis, partial(_numbered, graph, bound))
-    for same in probes.with_same_axes() if rows is None else ():
-        rows, opaque = _search(analysis, partial(_numbered, graph, same))
-        reported = same  # with these sizes the fewest axes seem to differ, so what still mixes rows is the reason
+    bound, opaque = analysis.costs.bound, _Opaque()
+    for attempt in _attempts(analysis):
+        rows, met = _search(analysis, attempt)
         if rows is not None:
-            break
-    if rows is None and (others := probes.multiples(bound)) is not None:
-        rows, met = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
-        if rows is None and nodes_from_sizes(graph):
-            rows, met = _search(analysis, partial(_numbered, graph, others))
-        if reported is analysis.costs.certain:  # no primes fit, and planned sizes may be equal
-            reported, opaque = others, met
-    if rows is not None:
-        return rows
-    numbers = find_row_numbers(graph, reported, opaque)
-    why = explain_no_rows(
-        graph, numbers.axis_map if numbers else find_axes(graph, reported, opaque), nodes_from_sizes(graph)
-    )
-    other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
-    return f"{why}. {other}"
-
-
-_Found = tuple[AxisMap, RowNumbers | None] | None
-
-
-def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> _Found:
+            return rows
+        if attempt.explains:
+            bound, opaque = attempt.bound, met
     numbers = find_row_numbers(graph, bound, opaque)
-    return None if numbers is None else (numbers.axis_map, numbers)
+    axis_map = numbers.axis_map if numbers else find_axes(graph, bound, opaque)
+    other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
+    return f"{explain_no_rows(graph, axis_map, nodes_from_sizes(graph))}. {other}"
 
 
-def _search(
-    analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
-) -> tuple[BatchAxes | None, Mapping[ir.Node, str]]:
-    """The batch by the axes that `find` returns, after trying the rules; None if there is none. And the opaque nodes.
+# Nodes that need all rows, and why.
+_Opaque = dict[ir.Node, str]
 
-    A node whose rule does not hold becomes opaque, and `find` is called again.
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A search for the batch with these shapes, for which also row numbers may be computed (`numbered`).
+
+    `explains`: what mixes rows here is the reason, unless a later attempt explains more.
     """
-    graph, opaque = analysis.graph, dict[ir.Node, str]()
+
+    bound: BoundShapes
+    numbered: bool
+    explains: bool
+
+    def find(self, graph: Graph, opaque: _Opaque) -> tuple[AxisMap, RowNumbers | None] | None:
+        """The axes, and the row numbers if there may be any. None if these can't be computed."""
+        if not self.numbered:
+            return find_axes(graph, self.bound, opaque), None
+        numbers = find_row_numbers(graph, self.bound, opaque)
+        return None if numbers is None else (numbers.axis_map, numbers)
+
+
+def _attempts(analysis: Analysis) -> Iterator[_Attempt]:
+    """The attempts to find a batch, in order."""
+    probes, first = probes_of(analysis), probe_sizes(analysis)
+    yield _Attempt(first, numbered=False, explains=True)
+    yield _Attempt(first, numbered=True, explains=False)
+    bound = first
+    for bound in probes.with_same_axes():  # with these sizes the fewest axes seem to differ
+        yield _Attempt(bound, numbered=True, explains=True)
+    if (others := probes.multiples(first)) is not None:
+        may_be_equal = bound is analysis.costs.certain  # planned sizes, as no primes fit
+        yield _Attempt(others, numbered=False, explains=may_be_equal)
+        if nodes_from_sizes(analysis.graph):
+            yield _Attempt(others, numbered=True, explains=may_be_equal)
+
+
+def _search(analysis: Analysis, attempt: _Attempt) -> tuple[BatchAxes | None, _Opaque]:
+    """The batch that an attempt finds, after trying the rules; None if there is none. And the opaque nodes.
+
+    A node whose rule does not hold becomes opaque, and axes are searched again.
+    """
+    graph, opaque = analysis.graph, _Opaque()
     while True:
-        looked = find(opaque)
+        looked = attempt.find(graph, opaque)
         if looked is None:
             return None, opaque
         axis_map, numbers = looked
