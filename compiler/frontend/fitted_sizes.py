@@ -182,6 +182,7 @@ class _Search:
                         known[sizes] = self._why_not(refused, changes, reasons)
                     why = known[sizes]
                     if why is None:
+                        self._keep(refused, changes)
                         return True
                     if why and _kind(why) not in reasons:
                         reasons.add(_kind(why))
@@ -189,7 +190,7 @@ class _Search:
         return False
 
     def _why_not(self, refused: _Refused, changes: Changes, reasons: Collection[str]) -> str | None:
-        """Why the node is refused after a change; "" if another node is. If none is, keep the change; returns None.
+        """Why the node is refused after a change; "" if another node is, None if none is.
 
         If it is refused for one of the known `reasons`, the nodes before it are not tried.
         """
@@ -202,10 +203,12 @@ class _Search:
                     again = tried() or self._odd(copy, bound)
             if again is not None:
                 return again[1] if refused.names & {value.name for value in again[0].outputs} else ""
-        self.inputs = changed
+        return None
+
+    def _keep(self, refused: _Refused, changes: Changes) -> None:
+        self.inputs = self.inputs.changed(changes)
         self._changed.append(refused.above)
         self._new_sizes = list(dict.fromkeys([*self._new_sizes, *changes.values()]))
-        return None
 
     def _change_by_trial(self, fitted: Fitted) -> Fitted:
         """Change sizes, or the values of integer inputs that sizes may depend on, so that the whole model runs."""

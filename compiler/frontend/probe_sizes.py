@@ -6,9 +6,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -34,8 +33,25 @@ LARGER = (67, 1031)
 # The most elements of all inputs with larger sizes, with which a package is compared. A choice.
 MOST_ELEMENTS = 1 << 16
 
-# Returns sizes of symbols, from the `smallest` prime on.
-Way = Callable[..., dict[str, int]]
+
+@dataclass(frozen=True)
+class Way:
+    """How symbols get their probe sizes: a prime, or with `sums` the sum of two others' if the given sizes are so.
+
+    - `same`: symbols that get the same size as another one.
+    - `least`: the least given size of a summand.
+    - `pair`: which two others, if several have the sum: 5 may be a past of 4 and a batch, or a token.
+    - `skipped`: the number of primes to skip. `smallest`: the first prime.
+    - `divides_weights`: primes that divide a size of a weight are taken too, so that sizes are small.
+    """
+
+    sums: bool = True
+    same: Mapping[str, str] = field(default_factory=dict)
+    least: int = 1
+    pair: int = 0
+    skipped: int = 0
+    smallest: int = 3
+    divides_weights: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +79,9 @@ class Probes:
         """
         if not self._symbols:
             return self.bound
-        sums: list[Way] = [partial(self._numbers, True, pair=pair) for pair in self._pairs]
-        ways: list[Way] = [*sums, partial(self._numbers, False)]
+        ways = [*(Way(pair=pair) for pair in self._pairs), Way(sums=False)]
         if self._same:
-            ways += [partial(way, self._same) for way in ways]
+            ways += [replace(way, same=self._same) for way in ways]
         probed = self._first_probed(ways)
         if probed is None or not self._fits(probed):
             made = self._multiplied()
@@ -80,9 +95,10 @@ class Probes:
         Some exporters name the rows of each input differently. If the given cache is empty, there are also shapes with
         a mask as long as the cache and the new tokens. Shapes with more unknown sizes are omitted.
         """
-        ways = [partial(self._numbers, True, self._same)] if self._same else []
-        if self._numbers(True, self._same_rows, 0) != self._numbers(True, self._same_rows):
-            ways.append(partial(self._numbers, True, self._same_rows, 0))
+        ways = [Way(same=self._same)] if self._same else []
+        empty = Way(same=self._same_rows, least=0)
+        if self._numbers(empty) != self._numbers(Way(same=self._same_rows)):
+            ways.append(empty)
         yield from (made for way in ways if (made := self._first_probed([way])) is not None)
 
     def multiples(self, probed: BoundShapes) -> BoundShapes | None:
@@ -115,7 +131,8 @@ class Probes:
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
         kinds, tried = (self._same_rows, self._same, self._caches, equal), list[Mapping[str, int]]()
         for same, least, pair in itertools.product(kinds if self._symbols else (), (0, 1), self._pairs):
-            numbers = {**self._numbers(True, same, least, primes=primes(3), pair=pair), **kept}
+            way = Way(same=same, least=least, pair=pair, divides_weights=True)
+            numbers = {**self._numbers(way), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
                 if scaled not in tried:  # several ways lead to the same sizes
@@ -142,7 +159,7 @@ class Probes:
         other = self._different()
         alike = count_alike(self.graph, other, self.bound) if other is not self.bound else 0
         for smallest in LARGER if alike else ():
-            made = self._bind_different(self._numbers(True, self._caches, smallest=smallest))
+            made = self._bind_different(Way(same=self._caches, smallest=smallest))
             if made is not None and (count := count_alike(self.graph, made, self.bound)) < alike:
                 other, alike = self._fixed(made), count
         return other
@@ -212,7 +229,7 @@ class Probes:
         None if more are unknown with all of them.
         """
         first = None
-        for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(self.graph, one())):
+        for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(self.graph, self._numbers(one))):
             probed = self._bind(sizes)
             if self._fits(probed):
                 return self._fixed(self._lengthened(way, sizes, probed))
@@ -234,7 +251,8 @@ class Probes:
             if isinstance(size, ir.SymbolicDim)
         }
         for smallest in LARGER if ones else ():
-            larger = {name: sizes[name] if name in batches else size for name, size in way(smallest=smallest).items()}
+            numbers = self._numbers(replace(way, smallest=smallest))
+            larger = {name: sizes[name] if name in batches else size for name, size in numbers.items()}
             if sum(map(math.prod, self._input_shapes(larger).values())) > MOST_ELEMENTS:
                 break
             tried = self._bind(larger)
@@ -253,15 +271,14 @@ class Probes:
             return probed
         kinds = (self._caches, self._empty) if self._empty else (self._caches,)
         for same, skipped, least, pair in itertools.product(kinds, (0, 1, 2), (1, 0), self._pairs):
-            numbers = self._numbers(True, same, least, skipped, pair=pair)
-            if (made := self._bind_different(numbers)) is not None:
+            if (made := self._bind_different(Way(same=same, least=least, pair=pair, skipped=skipped))) is not None:
                 return self._fixed(made)
         varied = self._one_by_one()
         return self.bound if varied is None or not self._differs(varied) else self._fixed(varied)
 
-    def _bind_different(self, numbers: Mapping[str, int]) -> BoundShapes | None:
-        """Shapes with these sizes for symbols; None if they do not fit, or are not all different."""
-        made = self._bind(numbers)
+    def _bind_different(self, way: Way) -> BoundShapes | None:
+        """Shapes with sizes of this way; None if they do not fit, or are not all different."""
+        made = self._bind(self._numbers(way))
         return made if self._fits(made) and self._differs(made) else None
 
     def _one_by_one(self, keeps: bool = False) -> BoundShapes | None:
@@ -273,7 +290,7 @@ class Probes:
         kinds = [name for name in self._symbols if name not in self._same]
         if not 0 < len(kinds) <= MOST_SYMBOLS:
             return None
-        primes, numbers, made = self._numbers(False), dict(self._symbols), None
+        primes, numbers, made = self._numbers(Way(sums=False)), dict(self._symbols), None
         for kind in kinds:
             for size in (primes[kind], *(factor * self._symbols[kind] for factor in FACTORS)):
                 if size in numbers.values():
@@ -317,37 +334,21 @@ class Probes:
                 mixed[name] = [int(a) if a == b else None for a, b in zip(array, other, strict=True)]
         return replace(made, constants=same, mixed=mixed)
 
-    def _numbers(
-        self,
-        sums: bool,
-        same: Mapping[str, str] = MappingProxyType({}),
-        least: int = 1,
-        skipped: int = 0,
-        smallest: int = 3,
-        primes: Iterator[int] | None = None,
-        pair: int = 0,
-    ) -> dict[str, int]:
-        """A probe size for each symbol: a prime, or with `sums` the sum of two others' if the given sizes are so.
-
-        - `same`: symbols that get the same size as another one.
-        - `least`: the least given size of a summand.
-        - `skipped`: the number of primes to skip.
-        - `smallest`: the first prime.
-        - `primes`: these, in place of those that divide no size of a weight.
-        - `pair`: which two others, if several have the sum: 5 may be a past of 4 and a batch, or a token.
-        """
-        primes = itertools.islice(primes or primes_of(self.graph.graph, smallest), skipped, None)
+    def _numbers(self, way: Way) -> dict[str, int]:
+        """A probe size for each symbol."""
+        own = primes(way.smallest) if way.divides_weights else primes_of(self.graph.graph, way.smallest)
+        unused = itertools.islice(own, way.skipped, None)
         symbols, numbers = self._symbols, dict[str, int]()
         for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
-            if symbol in same:
+            if symbol in way.same:
                 continue  # it takes no prime, so that those of the others stay small
             parts = [
                 numbers[a] + numbers[b]
                 for a, b in itertools.combinations(numbers, 2)
-                if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) >= least
+                if way.sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) >= way.least
             ]
-            numbers[symbol] = parts[min(pair, len(parts) - 1)] if parts else next(primes)
-        return {**numbers, **{name: numbers[first] for name, first in same.items()}}
+            numbers[symbol] = parts[min(way.pair, len(parts) - 1)] if parts else next(unused)
+        return {**numbers, **{name: numbers[first] for name, first in way.same.items()}}
 
     def _input_shapes(self, numbers: Mapping[str, int]) -> dict[str, Shape]:
         """The inputs' shapes: symbols and expressions of symbols with the new `numbers`, other sizes as given."""
