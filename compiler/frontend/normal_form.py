@@ -17,9 +17,9 @@ from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
 from splitc.compiler.frontend.loops import unroll_loops
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.repeats import reshape_repeats
+from splitc.compiler.frontend.runnable import make_runnable
 from splitc.compiler.frontend.sequence_maps import unroll_maps
 from splitc.compiler.frontend.sequences import replace_sequences, unwrap_optionals
 from splitc.compiler.frontend.stacked_weights import part_stacks
@@ -60,7 +60,7 @@ def lift(model: ir.Model) -> None:
     reshape_repeats(model)
     count_by_range(model)
     copy_selections(model.graph)
-    take_out_norms(model)
+    make_runnable(model)
     take_out_activations(model)
 
 

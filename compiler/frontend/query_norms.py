@@ -6,26 +6,20 @@ supports them, but splitc tries models on CPUs, and packages may run there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.external_data import load_settled, saved
 from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
 # The indices of the operator's inputs for the norms' weights: of queries, and of keys.
 WEIGHTS = (14, 15)
 EPSILON = "qk_norm_epsilon"
-_TAKEN_OUT = "splitc.query_norms"
 
 
-def take_out_norms(model: ir.Model) -> None:
-    """Normalize queries and keys before the operator, in place."""
-    editor = Editor(model.graph)
+def take_out_norms(model: ir.Model) -> bool:
+    """Normalize queries and keys before the operator, in place. Whether there are any such norms."""
+    editor, is_changed = Editor(model.graph), False
     for node in [node for node in model.graph if operator_name(node) == OPERATOR]:
         weights = [node.inputs[place] if place < len(node.inputs) else None for place in WEIGHTS]
         heads = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
@@ -40,24 +34,8 @@ def take_out_norms(model: ir.Model) -> None:
             _norm(node, place, weight, [0, 0, count, sizes[0]], editor)
         node.resize_inputs(WEIGHTS[0])
         node.attributes.pop(EPSILON, None)
-        model.meta[_TAKEN_OUT] = True
-
-
-def took_out_norms(model: ir.Model) -> bool:
-    """Whether the model's file has norms inside its attention."""
-    return _TAKEN_OUT in model.meta
-
-
-@contextmanager
-def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
-    """A file of the model that CPUs can run, for the time of the context, and whether it is the model's own file."""
-    if not took_out_norms(model):
-        yield path, True
-        return
-    copy = load_settled(path)
-    take_out_norms(copy)
-    with saved(copy, "model") as made:
-        yield made, False
+        is_changed = True
+    return is_changed
 
 
 def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> None:

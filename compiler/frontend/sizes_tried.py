@@ -15,9 +15,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.observation import refusal, signature
-from splitc.compiler.frontend.query_norms import runnable_file
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.runnable import runnable_file
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape

@@ -15,7 +15,7 @@ from splitc.compiler.frontend.external_data import load_settled, saved
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.query_norms import runnable_file, take_out_norms
+from splitc.compiler.frontend.runnable import make_runnable, runnable_file
 from splitc.compiler.frontend.slots import graft_slots, need_slots, planned_rank
 from splitc.runtime.adapters.loaded import LoadedAdapter
 from splitc.runtime.package.manifest import Slot, slot_tensors
@@ -31,8 +31,8 @@ SIZE = 0.25
 def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
     """The model's file, and whether it may have data outside its folder.
 
-    If adapters are merged, a file with them in its weights, inside the context. Likewise if CPUs have no kernel for
-    norms of the model.
+    If adapters are merged, a file with them in its weights, inside the context. Likewise if CPUs have no kernels
+    for nodes of the model.
     """
     graph = analysis.graph
     if not analysis.merged:
@@ -46,7 +46,7 @@ def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
             model.graph.initializers[name].const_value = tensor
         else:
             constants[name].attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy(), tensor.dtype))
-    take_out_norms(model)
+    make_runnable(model)
     with saved(model, "merged") as path:
         yield path, False
 
