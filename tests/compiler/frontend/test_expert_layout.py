@@ -31,7 +31,7 @@ def pack(matrix: Bytes, bits: int) -> Bytes:
     together = 16 // bits
     tiles = numbers[:, places].reshape(-1, together, numbers.shape[1] // 64, 64).transpose(0, 2, 1, 3)
     order = {8: [0, 2, 1, 3], 4: [0, 2, 4, 6, 1, 3, 5, 7]}[bits]
-    made = tiles.reshape(-1, len(order))[:, order].reshape(-1)
+    made: Bytes = tiles.reshape(-1, len(order))[:, order].reshape(-1)
     return made if bits == 8 else made[::2] | (made[1::2] << np.uint8(4))
 
 
