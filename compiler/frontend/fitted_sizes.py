@@ -43,6 +43,7 @@ LARGEST, COUNTED = 1 << 14, 64
 
 # How sizes were tried.
 WHOLE, NODES = "the whole model was run", "its nodes were run one by one"
+KNOWN_NODES = f"{NODES}, but for those that this machine's CPU has no kernel for"
 
 Changes = Mapping[str, int]
 
@@ -52,7 +53,7 @@ class Fitted:
     """Sizes of inputs, and the shapes of all values with them (`bound`).
 
     - `problem`: why the model does not run on these sizes; None if it does.
-    - `tried`: how that was determined: WHOLE or NODES.
+    - `tried`: how that was determined: WHOLE, NODES or KNOWN_NODES.
     - `fills`: how to fill integer inputs that sizes depend on.
     """
 
@@ -139,8 +140,9 @@ class _Search:
         model = self._graph.model
         shapes = self.inputs.shapes(model)
         with bound_model(model, shapes, defaults=True) as (bound_copy, bound):
-            whole = can_be_made_up(self._graph, shapes) and self._is_small(bound)
-            whole = whole and not any(crashes(node, bound.shapes) is not None for node in bound_copy.graph)
+            may_run = can_be_made_up(self._graph, shapes) and self._is_small(bound)
+            may_run = may_run and not any(crashes(node, bound.shapes) is not None for node in bound_copy.graph)
+            whole = may_run and self._trial.has_kernels
             problem = self._trial.refusal(shapes, {}) if whole else None
             refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:
@@ -148,7 +150,8 @@ class _Search:
             wrong = refused or (self._odd(bound_copy, bound) if problem is None else None)
             names = frozenset(value.name for value in wrong[0].outputs) if wrong is not None else frozenset()
             numbers = _numbers(wrong[0], bound.shapes) if wrong is not None else []
-        fitted = Fitted(self.inputs, shapes, bound, WHOLE if whole else NODES, problem)
+        tried = WHOLE if whole else KNOWN_NODES if may_run else NODES
+        fitted = Fitted(self.inputs, shapes, bound, tried, problem)
         if wrong is None:
             return fitted, None
         above = _above(model, names)

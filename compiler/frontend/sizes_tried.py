@@ -77,6 +77,17 @@ class Trial:
         return None
 
     @cached_property
+    def has_kernels(self) -> bool:
+        """Whether this machine's CPU has a kernel for each node; True also for a model that ONNX Runtime refuses."""
+        try:
+            self._session  # noqa: B018
+        except onnxruntime_build.NotImplemented:
+            return False
+        except ERRORS:
+            return True
+        return True
+
+    @cached_property
     def _session(self) -> ort.InferenceSession:
         with runnable_file(self._graph.model, self._graph.path) as (path, is_own):
             return load_unoptimized(path, trusts_data=is_own and self._graph.trusts_data)

@@ -197,9 +197,11 @@ def test_package_for_gpus_that_cpus_can_not_run_is_unverified(
     model = write_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (double[n, 4] x) => (double[n, 4] y) { y = Erf (x) }'
     )
-    warnings: list[str] = []
-    compile_model(plan_model(model, ["cuda0"], Request(memory=("1GiB",))), tmp_path / "package", warn=warnings.append)
+    warnings, said = list[str](), list[str]()
+    plan = plan_model(model, ["cuda0"], Request(memory=("1GiB",)))
+    compile_model(plan, tmp_path / "package", warn=warnings.append, say=said.append)
     assert (tmp_path / "package" / "manifest.json").is_file()
+    assert said[0].endswith("its nodes were run one by one, but for those that this machine's CPU has no kernel for")
     (warning,) = warnings
     assert warning.startswith("the package is unverified: this machine's CPU devices can't run it: [ONNXRuntimeError]")
     assert "NOT_IMPLEMENTED" in warning and warning.endswith("compare it where its GPUs are: splitc check")
