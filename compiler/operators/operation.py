@@ -40,6 +40,7 @@ class Operation:
     - `linear`: sets of inputs. If exactly the inputs of one set are partial, so is the output.
     - `sizes`: for an input, the axes whose sizes its entries are. `attributes`: the same for attributes.
     - `windows`: the axes of a convolution's kernel, whose sizes its attributes and its padding are made for.
+    - `exact`: the axes whose sizes attributes fix, such as a block of quantization: trials keep their sizes.
     - `add_on_one_rank`: inputs that are added to the result: if that is partial, exactly one rank must add them.
     - `zero_point`: the input with the zero point of the first input.
     - `is_lookup`: its second input indexes rows of its first input, a table.
@@ -61,6 +62,7 @@ class Operation:
     sizes: dict[int, Sizes] = field(default_factory=dict)
     attributes: dict[str, Sizes] = field(default_factory=dict)
     windows: Sequence[Axis] = ()
+    exact: Sequence[Axis] = ()
     add_on_one_rank: frozenset[int] = frozenset()
     zero_point: int | None = None
     is_lookup: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,33 +156,80 @@ def quantized_experts(op: Operation) -> None:
     if prepacked == 1 or (prepacked and on_gpus):
         op.whole([axis for number in (2, 5, 8) if op.has(number) for axis in op.input(number)], PREPACKED)
         return
-    bits = op.number("fc2_expert_weight_bits", op.number("expert_weight_bits", 4))
-    if op.node.attributes.get_string("quant_type", "int") != "int" or 8 % bits or not op.has(2, 5, 6):
+    if op.node.attributes.get_string("quant_type", "int") != "int" or not op.has(2, 3, 5, 6):
         return
-    bytes_, by_blocks = op.input(5)[2], len(op.input(6)) == 3
-    outer = op.input(6)[2] if by_blocks else bytes_
-    block = ax.new_axis(ax.size_of(bytes_) * 8 // bits // ax.size_of(outer))
-    inner = (*outer, *block)
-    together = max(1, EXPERT_TILE // ax.size_of(block)) if on_gpus else 1
-    if ax.size_of(outer) % together:
-        return
+    by_blocks = len(op.input(6)) == 3
     if not by_blocks and op.has(11):
         return  # zero points of several rows share a byte
-    if not relate_experts(op, inner, (2, 3, 4, 11), (8, 9, 10, 13)):
+    sides = [_numbers_of(op, *places) for places in ((2, 3, 11, "fc1"), (5, 6, 12, "fc2"), (8, 9, 13, "fc3"))]
+    first, second, third = sides
+    hidden, (outer, block) = op.input(0)[-1], second or ((), ())
+    if first is None or second is None or any(side and _size(side) != ax.size_of(hidden) for side in (first, third)):
         return
-    op.whole([block], "its quantization blocks are indivisible")
+    together = max(1, EXPERT_TILE // ax.size_of(block)) if on_gpus else 1
+    if ax.size_of(outer) % together or not relate_experts(op, (*outer, *block), (2, 3, 4, 11), (8, 9, 10, 13)):
+        return
     tile = ax.new_axis(together)
     op.relate(outer, (*ax.new_axis(ax.size_of(outer) // together), *tile))
     op.whole([tile], f"kernels on GPUs take multiples of {EXPERT_TILE}")
+    op.free([outer])
+    op.contracted = (*outer, *block)
+    op.add_on_one_rank = frozenset([7])
+    _relate_hidden(op, [side for side in (first, third) if side is not None])
+    _relate_choice(op)
+
+
+def _numbers_of(op: Operation, weight: int, scales: int, zeros: int, name: str) -> tuple[Axis, Axis] | None:
+    """The axis of the numbers that a projection sums over, as blocks and what is inside a block. None if it has none.
+
+    `weight` has bytes of these numbers, [experts, rows, bytes]; `scales` and `zeros` have one for each block or row.
+    """
+    bits = op.number(f"{name}_expert_weight_bits", op.number("expert_weight_bits", 4))
+    if not op.has(weight, scales) or 8 % bits:
+        return None
+    bytes_, by_blocks = op.input(weight)[2], len(op.input(scales)) == 3
+    outer = op.input(scales)[2] if by_blocks else bytes_
+    block = ax.new_axis(ax.size_of(bytes_) * 8 // bits // ax.size_of(outer))
+    op.whole([block], "its quantization blocks are indivisible")
+    op.exact = [*op.exact, block]
     if by_blocks:
         inside = ax.new_axis(ax.size_of(block) * bits // 8)
         op.relate(bytes_, (*outer, *inside))
         op.whole([inside])
-        if op.has(12):
-            op.relate(op.input(12)[2], _zeros_of(op, 12, 6, outer, bits))
-    op.free([outer])
-    op.contracted = inner
-    op.add_on_one_rank = frozenset([7])
+        op.exact = [*op.exact, inside]
+        if op.has(zeros):
+            op.relate(op.input(zeros)[2], _zeros_of(op, zeros, scales, outer, bits))
+    return outer, block
+
+
+def _size(numbers: tuple[Axis, Axis]) -> int:
+    outer, block = numbers
+    return ax.size_of((*outer, *block))
+
+
+def _relate_hidden(op: Operation, sides: Sequence[tuple[Axis, Axis]]) -> None:
+    """The width of tokens is whole. Its axes are related, so that trials with other sizes fit together."""
+    hidden = op.input(0)[-1]
+    for outer, block in sides:
+        op.relate(hidden, (*outer, *block))
+    rows = [op.input(number)[1] for number in (5, 6, 7, 12) if op.has(number)]
+    for axis in (op.output()[-1], *(axis for axis in rows if ax.size_of(axis) == ax.size_of(hidden))):
+        op.relate(axis, hidden)
+    op.whole([hidden])
+
+
+def _relate_choice(op: Operation) -> None:
+    """The experts are whole, in groups of as many as each token goes through: trials with fewer groups fit too."""
+    count, chosen = ax.size_of(op.input(2)[0]), ax.new_axis(op.number("k", 1))
+    experts = (*ax.new_axis(count // ax.size_of(chosen)), *chosen)
+    if ax.size_of(experts) == count:
+        op.attributes["k"] = [chosen]
+    else:
+        experts = ax.new_axis(count)
+        op.exact = [*op.exact, experts]
+    for axis in (op.input(1)[1], *(op.input(number)[0] for number in range(2, 14) if op.has(number))):
+        op.relate(axis, experts)
+    op.whole([experts])
 
 
 def small_scales(op: Operation, number: int) -> Array | None:

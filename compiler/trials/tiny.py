@@ -39,8 +39,8 @@ EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 DIRECTIONS = (1, 0, 1)
 # The ranks' shares of an axis of OUTER units together with its partner.
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
-# The most elements of a value that is tried. A choice: most operators take sizes of 12.
-MOST_ELEMENTS = 1 << 21
+# The most bytes of a value that is tried. A choice: most operators take sizes of 12.
+MOST_BYTES = 1 << 25
 # With `few`: the most elements along all axes that are not sharded. A choice: six axes of two.
 FEW = 1 << 6
 
@@ -73,7 +73,7 @@ class Sizing:
 
 # In the order in which they are tried, until one suits the operator.
 SIZINGS = (
-    *(Sizing(UNITS, planned, largest) for planned in (False, True) for largest in (LARGE, 256, 4, MOST_ELEMENTS)),
+    *(Sizing(UNITS, planned, largest) for planned in (False, True) for largest in (LARGE, 256, 4, MOST_BYTES)),
     *(Sizing(UNITS, planned, 256, single=True) for planned in (False, True)),
     *(Sizing(EVEN_UNITS, planned, 256, single) for single in (False, True) for planned in (False, True)),
     *(Sizing(UNITS, planned, 256, few=True) for planned in (False, True)),
@@ -144,18 +144,7 @@ class _Maker:
         self.parts: dict[str, Sequence[Array]] = {}
         self._form, self._number, self._name = form, number, f"f{number}"
         own = _units(form, sizing.units)
-        known = form.planned if sizing.planned else {}
-        sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
-        windows = {atom: sizes[atom] for axis in form.operation.windows for atom in ax.atoms(axis) if atom in sizes}
-        least = max([5, *windows.values()])
-        large = sorted({size for size in sizes.values() if size > sizing.largest})
-        sizes = {atom: least + large.index(size) if size in large else size for atom, size in sizes.items()} | windows
-        if sizing.few:
-            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own}) | windows
-        if sizing.single and form.operation.inputs[0]:
-            sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
-        sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
-        sizes |= {atom: max(sizes.values()) for atom in _rows_of_tables(form) if atom not in own}
+        sizes = _tiny_sizes(form, sizing, own)
         # The tiny node is that of a rank with these numbers of units.
         self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
         self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
@@ -241,7 +230,7 @@ class _Maker:
 
     def _array(self, operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> Array:
         content, sizes = content_of(operation, number), operation.sizes.get(number)
-        if np.prod(shape, dtype=np.float64) > MOST_ELEMENTS:
+        if np.prod(shape, dtype=np.float64) * dtype.itemsize > MOST_BYTES:
             raise CannotTryError(self._number, f"its input {number} is too large to be tried")
         if sizes is not None and content is not None:
             flat = np.atleast_1d(content)
@@ -277,6 +266,26 @@ def _has_example(operation: Operation, number: int) -> bool:
     """Whether an input can't hold arbitrary numbers."""
     example = operator_of(operation.node).example_input
     return example is not None and example(operation, number) is not None
+
+
+def _tiny_sizes(form: Form, sizing: Sizing, own: Mapping[Factor, Sequence[Range]]) -> dict[Factor, int]:
+    """The size of each of a form's atoms. `own` are the ranks' units of those that are sharded."""
+    operation, known = form.operation, form.planned if sizing.planned else {}
+    sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
+    windows, exact = (
+        {atom: sizes[atom] for axis in axes for atom in ax.atoms(axis) if atom in sizes}
+        for axes in (operation.windows, operation.exact)
+    )
+    least = max([5, *windows.values()])
+    large = sorted({size for atom, size in sizes.items() if size > sizing.largest and atom not in exact})
+    sizes = {atom: least + large.index(size) if size in large else size for atom, size in sizes.items()}
+    sizes |= windows | exact
+    if sizing.few:
+        sizes = _few({atom: size for atom, size in sizes.items() if atom not in own}) | windows | exact
+    if sizing.single and operation.inputs[0]:
+        sizes |= dict.fromkeys(ax.atoms(operation.inputs[0][0]), 1)
+    sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
+    return sizes | {atom: max(sizes.values()) for atom in _rows_of_tables(form) if atom not in own}
 
 
 def _few(sizes: Mapping[Factor, int]) -> dict[Factor, int]:

@@ -6,11 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import helper
 
+from splitc.compiler import Request, plan_model
 from tests.helpers.blocks import SHARES, Block, check_rows, check_split
 from tests.helpers.operators import HIDDEN, INNER, TWO, Middle, Tiny, check_operator, number, sandwich, softmax, stored
 
@@ -245,6 +249,51 @@ def test_experts_in_half_precision_are_cut_as_kernels_on_gpus_take_them(tmp_path
         for plan in check_split(b, tmp_path, {*EXPERTS, *"CD"}, ((2, 1), (1, 1, 1)), tolerance=4e-3)
     ]
     assert units == ["2,1", "1,1,1"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "wide", "inner", "bits", "zeros"),
+    [(32, 4, 2880, 2880, 4, False), (64, 6, 2048, 1408, 4, True), (128, 8, 2048, 768, 8, False)],
+)
+def test_experts_of_usual_sizes_are_split(
+    experts: int, chosen: int, wide: int, inner: int, bits: int, zeros: bool, tmp_path: Path
+) -> None:
+    """Trials with other sizes have to fit together: the bytes of a row, its scales, and as many experts as are chosen.
+
+    The weights' file has a hole in place of gigabytes.
+    """
+    kinds = {"f": onnx.TensorProto.FLOAT16, "u": onnx.TensorProto.UINT8}
+    weights: dict[str, tuple[str, tuple[int, ...]]] = {"R": ("f", (wide, experts))}
+    for name, rows, columns in (("A", 2 * inner, wide), ("B", wide, inner)):
+        weights[name] = "u", (experts, rows, columns * bits // 8)
+        weights[f"{name}s"] = "f", (experts, rows, columns // 64)
+        weights[f"{name}b"] = "f", (experts, rows)
+        weights[f"{name}z"] = "u", (experts, rows, columns // 64 * bits // 8)
+    given = ["x", "p", "A", "As", "Ab", "B", "Bs", "Bb", "", "", "", *(["Az", "Bz"] if zeros else [])]
+    how: dict[str, Any] = {
+        "k": chosen,
+        "expert_weight_bits": bits,
+        "block_size": 64,
+        "weights_prepacked": 0,
+        "swiglu_fusion": 1,
+    }
+    nodes = [
+        helper.make_node("MatMul", ["x", "R"], ["p"]),
+        helper.make_node("QMoE", given, ["y"], domain="com.microsoft", activation_type="swiglu", **how),
+    ]
+    ends = [helper.make_tensor_value_info(name, kinds["f"], ["n", wide]) for name in "xy"]
+    graph = helper.make_graph(nodes, "experts", ends[:1], ends[1:])
+    for name, (kind, shape) in weights.items():
+        if any(name in node.input for node in nodes):
+            tensor = graph.initializer.add(name=name, data_type=kinds[kind], dims=shape, data_location="EXTERNAL")
+            tensor.external_data.add(key="location", value="hole")
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), tmp_path / "model.onnx")
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 30)
+    request = Request(split_mode="tensor", memory=("8GiB",), shapes={"x": (1, wide)})
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)
+    assert {weight.name for weight in plan.weights if weight.units} >= {"A", "B", "As", "Bs", "Ab"}
 
 
 def test_experts_in_the_layout_of_a_kernel_stay_whole(tmp_path: Path) -> None:

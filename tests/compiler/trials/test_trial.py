@@ -201,7 +201,7 @@ def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) 
 
 def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As windows of volumes have."""
-    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(tiny, "MOST_BYTES", 1 << 12)
     b = Block()
     shape = (*[2] * 9, HIDDEN)
     x = softmax(b, b.data("x", shape, ["n", *shape[1:]]))
@@ -221,7 +221,7 @@ def test_large_kernels_of_large_images_are_tried(tmp_path: Path, monkeypatch: py
         return made
 
     monkeypatch.setattr(running, "tiny_model", recorded)
-    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(tiny, "MOST_BYTES", 1 << 16)
     b = Block()
     image = b.data("x", (1, 3, 84, 84), ["n", 3, 84, 84])
     patches = b.op("Conv", image, b.w("P", INNER, 3, 14, 14), kernel_shape=[14, 14], strides=[14, 14])
