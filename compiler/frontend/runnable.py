@@ -8,8 +8,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.expert_layout import unpack_experts
 from splitc.compiler.frontend.external_data import load_settled, saved
+from splitc.compiler.frontend.kernel_layouts import unpack_weights
 from splitc.compiler.frontend.query_norms import take_out_norms
 
 _CHANGED = "splitc.made_runnable"
@@ -17,7 +17,7 @@ _CHANGED = "splitc.made_runnable"
 
 def make_runnable(model: ir.Model) -> None:
     """Give nodes that CPUs have no kernel for a form that they have one for, in place."""
-    if any([take_out_norms(model), unpack_experts(model)]):
+    if any([take_out_norms(model), unpack_weights(model)]):
         model.meta[_CHANGED] = True
 
 

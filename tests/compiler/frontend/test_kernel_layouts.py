@@ -1,4 +1,4 @@
-"""Quantized experts in the layout of a CUDA kernel, as onnxruntime-genai's builder writes them, get ONNX's layout."""
+"""Quantized weights in the layout of a CUDA kernel, as onnxruntime-genai's builder writes them, get ONNX's layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.expert_layout import unpack, unpack_experts
+from splitc.compiler.frontend.kernel_layouts import AMPERE, HOPPER, unpack, unpack_weights
 from splitc.compiler.frontend.optional import mark_optional
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
@@ -22,26 +22,35 @@ Bytes = npt.NDArray[np.uint8]
 WIDE, INNER, EXPERTS, BLOCK = 64, 128, 4, 32
 
 
-def pack(matrix: Bytes, bits: int) -> Bytes:
-    """Bytes [outputs, inputs x bits / 8] in the kernel's layout, in the steps of genai's cuda_quantizer.py."""
+def pack(matrix: Bytes, bits: int, layout: int = AMPERE) -> Bytes:
+    """Bytes [outputs, inputs x bits / 8] in a kernel's layout, in the steps of genai's cuda_quantizer.py."""
     numbers = matrix if bits == 8 else np.stack([matrix & 15, matrix >> 4], -1).reshape(len(matrix), -1)
     rows = {8: [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]}
     rows[4] = [at + 2 * turn for turn in range(4) for at in (0, 1, 8, 9, 16, 17, 24, 25)]
     places = [start + row for start in range(0, numbers.shape[1], len(rows[bits])) for row in rows[bits]]
     together = 16 // bits
-    tiles = numbers[:, places].reshape(-1, together, numbers.shape[1] // 64, 64).transpose(0, 2, 1, 3)
+    tiles = numbers[:, places].reshape(-1, together, numbers.shape[1] // 64, 64)
+    tiles = tiles.transpose(0, 2, 1, 3) if layout == AMPERE else tiles
     order = {8: [0, 2, 1, 3], 4: [0, 2, 4, 6, 1, 3, 5, 7]}[bits]
     made: Bytes = tiles.reshape(-1, len(order))[:, order].reshape(-1)
     return made if bits == 8 else made[::2] | (made[1::2] << np.uint8(4))
 
 
-@pytest.mark.parametrize(("bits", "begins"), [(4, (251, 115, 144, 195)), (8, (11, 51, 48, 88))])
-def test_layout_is_that_of_the_builder(bits: int, begins: tuple[int, ...]) -> None:
-    """`begins` is what onnxruntime-genai 0.18 writes."""
+@pytest.mark.parametrize(
+    ("bits", "layout", "begins"),
+    [
+        (4, AMPERE, (251, 115, 24, 75)),
+        (8, AMPERE, (139, 179, 176, 216)),
+        (4, HOPPER, (251, 115, 212, 7)),
+        (8, HOPPER, (75, 115, 112, 152)),
+    ],
+)
+def test_layout_is_that_of_the_builder(bits: int, layout: int, begins: tuple[int, ...]) -> None:
+    """`begins` is what onnxruntime-genai 0.18 writes from byte 64 on."""
     matrix = (np.arange(32 * 128 * bits // 8) * 37 + 11).astype(np.uint8).reshape(32, -1)
-    packed = pack(matrix, bits)
-    assert tuple(packed[:4].tolist()) == begins
-    assert np.array_equal(unpack(packed, 32, 128, bits), matrix)
+    packed = pack(matrix, bits, layout)
+    assert tuple(packed[64:68].tolist()) == begins
+    assert np.array_equal(unpack(packed, 32, 128, bits, layout), matrix)
 
 
 def write(path: Path, bits: int, layout: int | None, blocks: bool = True, packed: bool = True) -> None:
@@ -106,5 +115,37 @@ def test_other_experts_stay_as_they_are(case: str, tmp_path: Path) -> None:
     model = ir.from_proto(proto)
     mark_optional(model)
     before = [model.graph.initializers[name].const_value for name in "AB"]
-    assert not unpack_experts(model)
+    assert not unpack_weights(model)
     assert [model.graph.initializers[name].const_value for name in "AB"] == before
+
+
+def write_products(path: Path, bits: int, layout: int) -> None:
+    """Two products of quantized weights, in ONNX's layout if `layout` is 0."""
+    how = f"bits = {bits}, block_size = {BLOCK}, weight_prepacked = {layout}"
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>
+    products (float[n, {WIDE}] x) => (float[n, {WIDE}] y) {{
+        inner = com.microsoft.MatMulNBits <K = {WIDE}, N = {INNER}, {how}> (x, A, A_scales)  large = Relu (inner)
+        y = com.microsoft.MatMulNBits <K = {INNER}, N = {WIDE}, {how}> (large, B, B_scales) }}""")
+    random = np.random.default_rng(0)
+    for name, outputs, inputs in (("A", INNER, WIDE), ("B", WIDE, INNER)):
+        weight = random.integers(0, 256, (outputs, inputs * bits // 8), np.uint8)
+        weight = pack(weight, bits, layout) if layout else weight
+        scales = random.uniform(0.5, 1, (outputs, inputs // BLOCK)).astype(np.float32)
+        shaped = weight.reshape(outputs, inputs // BLOCK, -1)
+        model.graph.initializer.append(numpy_helper.from_array(shaped, name))
+        model.graph.initializer.append(numpy_helper.from_array(scales, f"{name}_scales"))
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize(("bits", "layout"), [(4, AMPERE), (8, HOPPER)])
+def test_packed_products_are_split(bits: int, layout: int, tmp_path: Path) -> None:
+    write_products(tmp_path / "model.onnx", bits, layout)
+    write_products(tmp_path / "raw.onnx", bits, 0)
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", spread=True))
+    assert {weight.name for weight in plan.weights if weight.units} == {"A", "B", "A_scales", "B_scales"}
+    said: list[str] = []
+    compile_model(plan, tmp_path / "package", say=said.append)
+    assert any("agree" in text for text in said)
+    fed = {"x": np.random.default_rng(1).standard_normal((3, WIDE)).astype(np.float32)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(fed), run_whole(tmp_path / "raw.onnx", fed), 1e-3)
