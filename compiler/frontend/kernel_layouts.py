@@ -9,7 +9,8 @@ and 512 rows by weights of 4,096 x 4,096 on an H200, they took 0.7, 1.4 and 0.7 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,29 +131,22 @@ def _outputs(node: ir.Node, place: int) -> int | None:
 def unpack(packed: Array, outputs: int, inputs: int, bits: int, layout: int) -> npt.NDArray[np.uint8]:
     """A matrix in the layout of CUTLASS' mixed products before Blackwell, [outputs, inputs x bits / 8] in ONNX's.
 
-    The steps of TensorRT-LLM's cutlass_preprocessors.cpp, last one first: numbers of 32 bits are interleaved, outputs
-    are interleaved by tiles, and inputs are in the order of the tensor cores' registers. Numbers are unsigned in both.
+    TensorRT-LLM's cutlass_preprocessors.cpp packs in steps: inputs in the order of the tensor cores' registers, tiles
+    of outputs interleaved, numbers of 32 bits interleaved. Together they are a transposition of the axes below. Numbers
+    are unsigned in both, with the lowest bits first.
     """
-    numbers = _numbers(packed.reshape(-1).view(np.uint8), bits).reshape(-1, 32 // bits)
-    numbers = numbers[:, np.argsort([*range(0, 32 // bits, 2), *range(1, 32 // bits, 2)])]
-    if layout == AMPERE:
-        tiles = numbers.reshape(outputs * bits // WIDE, inputs // TILE, WIDE // bits, TILE)
-        numbers = tiles.transpose(0, 2, 1, 3)
-    matrix = numbers.reshape(outputs, -1, len(_registers(bits)))
-    return _bytes(matrix[:, :, np.argsort(_registers(bits))].reshape(outputs, inputs), bits)
-
-
-def _registers(bits: int) -> Sequence[int]:
-    """The order of inputs: pairs that a thread of a tensor core takes together."""
-    return [8 * block + 2 * pair + one for pair in range(4) for block in range(WIDE // bits) for one in range(2)]
-
-
-def _numbers(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    """The numbers in bytes, the lowest bits first."""
-    if bits == 8:
-        return packed
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
-
-
-def _bytes(numbers: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
-    return numbers if bits == 8 else numbers[:, ::2] | (numbers[:, 1::2] << np.uint8(4))
+    blocks = WIDE // bits
+    rows = (outputs // blocks, inputs // TILE, blocks) if layout == AMPERE else (outputs, inputs // TILE, 1)
+    # Groups of outputs, tiles, outputs of a group, parts of a tile, pairs of inputs, inputs of a pair, and bytes with
+    # an input of each block of 8.
+    numbers = packed.reshape(-1).view(np.uint8).reshape(*rows, TILE // blocks // 8, 4, 2, -1)
+    made: npt.NDArray[np.uint8] = np.empty((*numbers.shape[:4], blocks, bits), np.uint8)
+    for pair, byte in itertools.product(range(4), range(numbers.shape[-1])):  # long loops inside of NumPy are fast
+        first, second = numbers[..., pair, 0, byte], numbers[..., pair, 1, byte]
+        if bits == 8:
+            made[..., byte, 2 * pair], made[..., byte, 2 * pair + 1] = first, second
+        else:  # a byte of the result has both inputs of a pair
+            made[..., 2 * byte, pair] = first & 15 | second << 4
+            made[..., 2 * byte + 1, pair] = first >> 4 | second & 240
+    by_output: npt.NDArray[np.uint8] = made.transpose(0, 2, 1, 3, 4, 5)
+    return by_output.reshape(outputs, inputs * bits // 8)
