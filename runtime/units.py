@@ -53,6 +53,11 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}[match[2]]
 
 
+def plural(count: int, word: str) -> str:
+    """The count with its word: `1 rank`, `2 ranks`."""
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
 def named_values(
     option: str, texts: Sequence[str], form: str, divide: Callable[[str, str], tuple[str, str, str]] = str.rpartition
 ) -> dict[str, str]:

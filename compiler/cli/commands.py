@@ -30,7 +30,7 @@ from splitc.runtime.hardware.devices import parse_devices, parse_hosts
 from splitc.runtime.package.manifest import BuildOptions, Manifest
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
-from splitc.runtime.units import format_bytes, parse_bytes
+from splitc.runtime.units import format_bytes, parse_bytes, plural
 
 if TYPE_CHECKING:
     from splitc.compiler.packaging.building import BuildSettings
@@ -331,7 +331,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
     linked = ", beside links to the model's data" if any(file.hash is None for file in manifest.files) else ""
     if (said := describe_collectives(manifest)) is not None:
         out.print(said)
-    out.print(f"wrote {package}: {len(manifest.devices)} ranks, {size}{linked}")
+    out.print(f"wrote {package}: {plural(len(manifest.devices), 'rank')}, {size}{linked}")
     if manifest.build is not None and manifest.build.built is None:
         out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 

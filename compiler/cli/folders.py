@@ -20,7 +20,7 @@ from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.reports.page_writer import write_page
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import format_bytes, plural
 
 
 def plan_folder(
@@ -82,5 +82,5 @@ def compile_folder(
 def _print_written(package: Path, manifests: Mapping[str, Manifest]) -> None:
     files = [file for manifest in manifests.values() for file in manifest.files if file.hash is not None]
     size = format_bytes(sum(file.bytes for file in files))
-    modules = "1 module" if len(manifests) == 1 else f"{len(manifests)} modules"
+    modules = plural(len(manifests), "module")
     out.print(f"wrote {package}: {modules} ({', '.join(manifests)}), {size}")

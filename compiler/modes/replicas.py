@@ -28,6 +28,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.feeds.rows import share_rows
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.profiles import HOST
+from splitc.runtime.units import plural
 
 
 def predict_in_groups(plan: Plan, replicas: Replicas, clock: Clock) -> Prediction:
@@ -244,7 +245,7 @@ def check_groups(request: Request, count: int, groups: int) -> None:
         )
     if count % groups or groups > count:
         raise MisuseError(
-            f"--batch-groups is {groups}, and {count} device{'s' * (count > 1)} can't be divided into {groups} equal "
+            f"--batch-groups is {groups}, and {plural(count, 'device')} can't be divided into {groups} equal "
             "groups: name more or fewer devices with -d"
         )
     if request.places_weights and groups == count > 1:

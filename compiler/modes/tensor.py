@@ -39,7 +39,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
-from splitc.runtime.units import first_few, format_bytes
+from splitc.runtime.units import first_few, format_bytes, plural
 
 # If less than this share of the blocks' weight bytes is sharded, all islands are, whatever their time: to shard only a
 # head, a detector's last convolutions, or the vocabulary of a model whose products are quantized, is no tensor mode. A
@@ -196,7 +196,7 @@ def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) ->
         many = count > 1
         raise MisuseError(
             f"tensor mode needs groups of two devices or more, all of one size: {count} device{'s' * many} for blocks "
-            f"({first_few([str(device) for device in devices])}) in {stages} stage{'s' * (stages > 1)} "
+            f"({first_few([str(device) for device in devices])}) in {plural(stages, 'stage')} "
             f"make{'s' * (not many)} none"
         )
 

@@ -19,7 +19,7 @@ from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.engines.kinds import PACKAGES, find_kind, is_installed
-from splitc.runtime.units import block_range
+from splitc.runtime.units import block_range, plural
 
 
 def with_refusals(plan: Plan) -> Plan:
@@ -87,7 +87,7 @@ def _describe(plan: Plan, refusals: Sequence[tuple[Sequence[Stage], Refusal]]) -
         counts[key] += len(stages)
         firsts.setdefault(key, refusal.node)
     return [
-        f"{plan.engine} does not take {operator} ({count} node{'s' * (count > 1)} in {block_range(list(blocks[key]))}, "
+        f"{plan.engine} does not take {operator} ({plural(count, 'node')} in {block_range(list(blocks[key]))}, "
         f"first '{firsts[key]}'): {reason}"
         for key, count in counts.items()
         for operator, reason in (key,)

@@ -32,6 +32,7 @@ from splitc.runtime.package.manifest import BuildOptions, Built
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
 from splitc.runtime.threads.progress import telling
+from splitc.runtime.units import plural
 
 # The prefix of engine files with collectives inside, by Triton's per-rank layout.
 PER_RANK = "model.plan.rank"
@@ -166,7 +167,7 @@ def _explain(order: Order, failed: Failed) -> str:
             "--engine onnxruntime."
         )
     return (
-        f"{order.kind} does not take {len(failed.refused)} node{'s' * (len(failed.refused) != 1)} of {where}:\n"
+        f"{order.kind} does not take {plural(len(failed.refused), 'node')} of {where}:\n"
         + "\n".join(f"  {refusal}: {refusal.reason}" for refusal in failed.refused[:LISTED])
         + ("\n  ..." if len(failed.refused) > LISTED else "")
         + "\nExport the model without such operators, or use --engine onnxruntime."

@@ -39,6 +39,7 @@ from splitc.runtime.session.session import choose_devices
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import bound_inputs, describe_reference, open_reference
+from splitc.runtime.units import plural
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def check(
         print_checks(checked, several)
     differ: list[SplitcError] = []
     with collected(differ):
-        where = f"in {len(checked)} module{'s' * (len(checked) != 1)}" if several else f"with {sources[module].name}"
+        where = f"in {plural(len(checked), 'module')}" if several else f"with {sources[module].name}"
         _conclude(checked, several, where, as_json)
     raise_all([*differ, *errors])
 

@@ -14,7 +14,7 @@ from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.states import State
 from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
-from splitc.runtime.units import block_range, format_bytes, format_shape
+from splitc.runtime.units import block_range, format_bytes, format_shape, plural
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
@@ -103,8 +103,8 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
 
 def ranks_in_words(manifest: Manifest) -> str:
     """The number of ranks, and of groups that each have the whole model."""
-    groups = count_groups(manifest, len(manifest.ranks))
-    return f"{len(manifest.ranks)} ranks" + (f" in {groups} groups, each with the whole model" if groups > 1 else "")
+    groups, ranks = count_groups(manifest, len(manifest.ranks)), plural(len(manifest.ranks), "rank")
+    return ranks + (f" in {groups} groups, each with the whole model" if groups > 1 else "")
 
 
 def module_title(name: str, split_mode: str, ranks: int, groups: int) -> str:

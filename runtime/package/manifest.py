@@ -15,6 +15,7 @@ from splitc.runtime.package.engine_file import Sizes as Sizes
 from splitc.runtime.package.engine_file import Weight as Weight
 from splitc.runtime.package.states import KeptRows, Length, Preamble, State
 from splitc.runtime.package.steps import Run, Step
+from splitc.runtime.units import plural
 
 SCHEMA = 4
 # What this version reads.
@@ -299,7 +300,7 @@ class Manifest(Struct, frozen=True):
     sha256: str = ""
 
     def __repr__(self) -> str:
-        ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"
+        ranks = plural(len(self.devices), "rank")
         return f"<Manifest of {self.source.name}: {self.split_mode} mode, {ranks}, {self.engine} engines>"
 
     @property

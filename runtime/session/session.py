@@ -53,7 +53,7 @@ from splitc.runtime.session import asynchronous
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
-from splitc.runtime.units import first_few, format_shape, whole_number
+from splitc.runtime.units import first_few, format_shape, plural, whole_number
 
 # Adapters by name, each with its factor; or one adapter's name; or None for the session's default.
 Asked = Mapping[str, float] | str | None
@@ -385,9 +385,9 @@ def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Devi
     """
     devices, count = parse_devices(asked or manifest.devices), len(manifest.ranks)
     if len(devices) != count and not (manifest.replicas and len(devices) % count == 0):
-        has = f"the package has {count} ranks"
+        has = f"the package has {plural(count, 'rank')}"
         if manifest.replicas:
-            has = f"each replica of the package has {count} rank{'s' * (count > 1)}"
+            has = f"each replica of the package has {plural(count, 'rank')}"
         named = "1 device is" if len(devices) == 1 else f"{len(devices)} devices are"
         raise MisuseError(f"{has}, and {named} named for it: name one for each of them with -d")
     choose_engine(manifest.engine, devices)
