@@ -8,12 +8,15 @@ from pathlib import Path
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.request.request import Request
+from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.engines.kinds import choose_engine, maps_weights
 from splitc.runtime.hardware.devices import Device
 
 
-def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted_blocks: int) -> Analysis:
+def analyze_for(
+    model: Path, devices: Sequence[Device], request: Request, wanted_blocks: int, states: AskedStates
+) -> Analysis:
     """Analyze a model for a request, on these devices. Raises as `analyze`."""
     adapters = [(open_adapter(path), strength) for path, strength in request.lora]
     engine = choose_engine(request.engine, devices)
@@ -24,7 +27,7 @@ def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted
         wanted_blocks,
         request.settings,
         request.trust_external_data,
-        request.asked_states,
+        states,
         gains,
         adapters,
         request.lora_slots,

@@ -119,7 +119,7 @@ class _Analyses:
     """The model's analysis, with finer blocks if a plan needs more of them."""
 
     def __init__(self, model: Path, devices: Sequence[Device], asked: Request) -> None:
-        self._first = analyze_for(model, devices, asked, 1)
+        self._first = analyze_for(model, devices, asked, 1, asked.asked_states)
         self._finer: dict[int, Analysis] = {}
 
     def get(self, stages: int, devices: int) -> Analysis:

@@ -88,7 +88,8 @@ def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     count = len(resources.devices)
     groups = mode.groups(request, resources.devices)
     check_groups(request, count, groups)
-    analysis = analyze_for(model, resources.devices, request, mode.stages(request, count // groups))
+    wanted = mode.stages(request, count // groups)
+    analysis = analyze_for(model, resources.devices, request, wanted, request.asked_states)
     if count > groups:
         check_divisible(analysis)
     try:

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import onnx_ir as ir
 
-from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.states import find_states
-from splitc.compiler.fusion.kernels import gains_of
+from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.replicas import replan_in_groups
 from splitc.compiler.modes.table import BATCH, find_mode
 from splitc.compiler.placement.placed import with_placed
@@ -23,8 +23,6 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import PLACING, ROW_MIN, WHY_NOT_PLACED, Request
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.request.states import AskedStates
-from splitc.runtime.adapters.asked import open_adapter
-from splitc.runtime.engines.kinds import maps_weights
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file
@@ -66,26 +64,17 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
+        trust_external_data=trusts_data,
+        no_fuse=not file.fused,
+        lora=tuple((entry.file, entry.scale) for entry in file.lora),
+        lora_slots=file.lora_slots,
         weights_at=file.weights_at,
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
         memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )
     wanted = ALL if file.finest else 1
     devices = parse_devices([rank.device for rank in file.ranks])
-    gains = gains_of(file.engine, devices) if file.fused else None
-    adapters = [(open_adapter(entry.file), entry.scale) for entry in file.lora]
-    analysis = analyze(
-        model,
-        request.asked_shapes,
-        wanted,
-        file.settings,
-        trusts_data,
-        _asked_states(file),
-        gains,
-        adapters=adapters,
-        slot_rank=file.lora_slots,
-        maps_weights=maps_weights(file.engine, devices),
-    )
+    analysis = analyze_for(model, devices, request, wanted, _asked_states(file))
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:

@@ -157,7 +157,7 @@ def _planned(model: Path, shares: Sequence[Sequence[float]], request: Request) -
     Compiling does not load the packages of these plans: the sessions of the tests do. Nor does it look for rows of
     micro-batches, which these sessions do not take.
     """
-    analysis = cache(partial(analyze_for, model, parse_devices(["2xcpu"]), request, 1))
+    analysis = cache(partial(analyze_for, model, parse_devices(["2xcpu"]), request, 1, request.asked_states))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "analyze_for", lambda *_: analysis())
         patch.setattr(packaging, "check_loads", lambda *_: None)
