@@ -230,7 +230,8 @@ class _Maker:
 
     def _array(self, operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType) -> Array:
         content, sizes = content_of(operation, number), operation.sizes.get(number)
-        if np.prod(shape, dtype=np.float64) * dtype.itemsize > MOST_BYTES:
+        item = np.dtype(object).itemsize if dtype == ir.DataType.STRING else dtype.itemsize
+        if np.prod(shape, dtype=np.float64) * item > MOST_BYTES:
             raise CannotTryError(self._number, f"its input {number} is too large to be tried")
         if sizes is not None and content is not None:
             flat = np.atleast_1d(content)
