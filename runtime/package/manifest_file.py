@@ -114,9 +114,12 @@ def same_package(package: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def _check_same(package: Path, manifest: Manifest) -> None:
-    """Raise PackageError unless a folder still has the package that this manifest was read from."""
+    """Raise PackageError unless a folder still has the package that this manifest was read from, with all its files.
+
+    A folder that is being removed may have lost some files, and not its manifest.
+    """
     try:
-        same = read_seal(package) == manifest.sha256
+        same = read_seal(package) == manifest.sha256 and all((package / file.path).exists() for file in manifest.files)
     except PackageError:
         same = False
     if not same:

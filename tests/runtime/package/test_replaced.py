@@ -67,9 +67,11 @@ def test_ranks_are_of_one_package(package: Path, retrained: Path, tmp_path: Path
         Session(copy, verify="never")
 
 
-def test_what_fails_for_that_reason_says_so(package: Path, tmp_path: Path, before: Before) -> None:
+@pytest.mark.parametrize("removed", ["", "rank1", "rank2"])
+def test_what_fails_for_that_reason_says_so(package: Path, tmp_path: Path, before: Before, removed: str) -> None:
+    """Also if the folder is not yet removed as a whole."""
     copy = shutil.copytree(package, tmp_path / "package")
-    before(2, "engine", lambda: shutil.rmtree(copy))
+    before(2, "engine", lambda: shutil.rmtree(copy / removed))
     with pytest.raises(PackageError, match=GONE):
         Session(copy, verify="never")
 
