@@ -38,6 +38,26 @@ def linear_attention(op: Operation) -> None:
     op.attributes.update(q_num_heads=[(*heads["k"], *heads["q"])], kv_num_heads=[(*heads["k"], *heads["v"])])
 
 
+def gated_delta_net(op: Operation) -> None:
+    """Queries and keys [b, t, heads, d], values [b, t, heads of values, e], a state [b, heads of values, e, d].
+
+    Each head of queries and keys has as many of values.
+    """
+    if not op.has(0, 1, 2, 6) or op.has(3) or op.has(9) or op.has_output(2) or len(op.input(0)) != 4:
+        return  # packed tokens, or captured transitions
+    keys, values = op.input(0)[-2], op.input(2)[-2]
+    per_key = ax.size_of(values) // max(1, ax.size_of(keys))
+    heads = {"k": keys, "v": ax.new_axis(per_key), "d": op.input(0)[-1]}
+    if ax.size_of((*keys, *heads["v"])) != ax.size_of(values):
+        return
+    by_element = "b t (k v) d" if op.has(4) and len(op.input(4)) == 4 else "b t (k v)"
+    bias = "-" if not op.has(8) else "(k v) d" if len(op.input(8)) == 2 else "(k v)"
+    if bias == "(k v)" and ax.size_of(op.input(8)[0]) != ax.size_of(values):
+        bias = "(k v d)"
+    given = f"b t k d, b t k d, b t (k v) e, -, {by_element}, b t (k v), b (k v) e d, (k v), {bias}"
+    op.pattern(f"{given} -> b t (k v) e, b (k v) e d", whole="tdev", known=heads)
+
+
 def _heads(queries: int, keys: int, values: int) -> dict[str, Axis] | None:
     """The factor k that all heads have, and those of queries (q), keys (u) and values (v) for each; else None."""
     counts = {"q": queries, "u": keys, "v": values}
@@ -98,6 +118,7 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 OPERATORS = (
     Operator("com.microsoft.CausalConvWithState", causal_convolution, convolution_flops, states={1: 3}),
     Operator("com.microsoft.GatedAdd", gated_sum),
+    Operator("com.microsoft.GatedDeltaNet", gated_delta_net, linear_attention_flops, states={1: 6}),
     Operator("com.microsoft.GatedRMSNorm", gated_norm, is_norm=True),
     Operator("com.microsoft.LinearAttention", linear_attention, linear_attention_flops, states={1: 3}),
     Operator("com.microsoft.LinearAttentionGate", gate),

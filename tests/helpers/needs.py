@@ -24,6 +24,9 @@ needs_empty_weights = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 divid
 needs_float8_outputs = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 gives no float8 as an output")
 # 1.23 holds more parts of a stack at a time while it loads: its peak is 15 % above the prediction.
 needs_parts_freed = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 needs more memory to load stacked weights")
+needs_delta_net = pytest.mark.skipif(
+    tuple(map(int, ort.__version__.split(".")[:2])) < (1, 32), reason="ONNX Runtime 1.31 has no CPU kernel for it"
+)
 
 
 def need_experts(form: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from splitc.compiler.analysis.costs import node_flops
 from tests.helpers.attention import HIDDEN, normed, project_back
 from tests.helpers.blocks import MORE_THAN_HEADS, SHARES, Block
+from tests.helpers.needs import needs_delta_net
 from tests.helpers.operators import INNER, Tiny, check_operator, sandwich, softmax, through
 
 # The number of tokens, and the sizes of keys and of values in a head.
@@ -60,6 +61,35 @@ def linear_attention(queries: int, keys: int, values: int, keyed: bool = False) 
     return b
 
 
+def delta_net(keys: int, values: int, keyed: bool = False) -> Block:
+    """As `linear_attention`, with heads as an axis, and the gate and the norm of keys inside the operator."""
+    b = Block()
+    x = normed(b)
+    q, k, v, z = (
+        b.op("Reshape", flat(b, x, name, count * size), b.ints(0, 0, count, size))
+        for name, count, size in (("q", keys, KEY), ("k", keys, KEY), ("v", values, VALUE), ("c", values, KEY))
+    )
+    decay, rate = z if keyed else flat(b, x, "a", values), flat(b, x, "b", values)
+    shape = (2, values, VALUE, KEY)
+    past = b.data("past", shape, ["n", *shape[1:]])
+    how = {"gate_activation": "qwen", "beta_activation": "sigmoid"}
+    given = [
+        q,
+        k,
+        v,
+        None,
+        decay,
+        rate,
+        past,
+        b.w("logs", values),
+        b.w("shift", *([values, KEY] if keyed else [values])),
+    ]
+    made, state = b.ops("com.microsoft.GatedDeltaNet", *given, outputs=2, qk_l2_norm=1, **how)
+    project_back(b, b.op("Reshape", made, b.ints(0, 0, values * VALUE)), values * VALUE)
+    b.give(state, "state", ["n", *shape[1:]])
+    return b
+
+
 def causal(channels_last: bool) -> Block:
     """A convolution for each channel, with the places before the first one as its state."""
     b = Block()
@@ -93,6 +123,7 @@ def gated_sum(both: bool) -> Block:
 
 GATES = {"a", "b", "shift"}
 ATTENTION = {"q", "k", "v", "o", "z", "negative", *GATES}
+DELTA_NET, DELTA = "com.microsoft.GatedDeltaNet", {"q", "k", "v", "o", "b", "logs", "shift"}
 
 
 def by_heads(build: partial[Block], split: Collection[str]) -> Tiny:
@@ -104,6 +135,7 @@ GRAPHS: dict[str, Tiny] = {
         partial(causal, False), ["A", "own", "shift", "B"], sums=1, shares=SHARES
     ),
     "com.microsoft.GatedAdd": Tiny(partial(gated_sum, True), "ABC", sums=1, shares=SHARES),
+    DELTA_NET: by_heads(partial(delta_net, 2, HEADS), {*DELTA, "a"}),
     "com.microsoft.GatedRMSNorm": by_heads(partial(linear_attention, HEADS, HEADS, HEADS), ATTENTION),
     "com.microsoft.LinearAttention": by_heads(partial(linear_attention, 2, 2, HEADS), ATTENTION),
     "com.microsoft.LinearAttentionGate": by_heads(partial(linear_attention, HEADS, 2, 2), ATTENTION),
@@ -117,7 +149,9 @@ FORMS: dict[str, Tiny] = {
 }
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_delta_net if name == DELTA_NET else ()) for name in GRAPHS]
+)
 def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
@@ -125,6 +159,12 @@ def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+@needs_delta_net
+@pytest.mark.parametrize("keyed", [False, True])
+def test_delta_net_of_as_many_heads_is_sharded(keyed: bool, tmp_path: Path) -> None:
+    by_heads(partial(delta_net, HEADS, HEADS, keyed), {*DELTA, "c" if keyed else "a"}).check(tmp_path)
 
 
 def test_norm_without_heads_needs_its_axis_whole(tmp_path: Path) -> None:
