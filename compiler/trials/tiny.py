@@ -237,18 +237,16 @@ class _Maker:
             flat = np.atleast_1d(content)
             new = constant_sizes(self._tiny, flat, sizes, operator_of(operation.node).sizes_are_offsets)
             return np.asarray(new.reshape(content.shape))
-        if sizes is not None:
-            entries = [1 if axis is None else self._tiny.size(axis) for axis in sizes]
-            return np.array(entries, dtype.numpy()).reshape(shape)
-        if content is not None and content.shape == shape:
+        if sizes is None and content is not None and content.shape == shape:
             return np.asarray(content)
-        if mixed := mixed_of(operation, number):
-            likely = made_up(self.made, number, shape, dtype, self._name) if _has_example(self.made, number) else None
-            others = np.ones(len(mixed), np.int64) if likely is None else likely
-            return np.array(
-                [n if entry is None else entry for entry, n in zip(mixed, others, strict=True)], dtype.numpy()
-            )
-        return made_up(self.made, number, shape, dtype, self._name)
+        likely, known = made_up(self.made, number, shape, dtype, self._name), mixed_of(operation, number)
+        if sizes is not None:
+            known = [None if axis is None else self._tiny.size(axis) for axis in sizes]
+        if known:
+            others = likely.flat if _has_example(self.made, number) else np.ones(len(known), np.int64)
+            entries = [n if entry is None else entry for entry, n in zip(known, others, strict=True)]
+            return np.array(entries, dtype.numpy()).reshape(shape)
+        return likely
 
 
 def _wide_type(value: ir.Value) -> ir.TypeProtocol | None:

@@ -199,6 +199,19 @@ def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) 
     assert plan.ranks[0].memory.cache >> 20 == 8, "half of the heads"
 
 
+def test_slice_up_to_a_size_of_other_axes_is_tried(tmp_path: Path) -> None:
+    """Attention with relative positions takes, of scores for all distances, as many as there are tokens."""
+    b = Block()
+    x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
+    inner = b.op("MatMul", x, b.w("A", HIDDEN, INNER))
+    length = b.op("Gather", b.op("Shape", x), b.constant([1], np.int64))
+    zero, axis = (b.constant([number], np.int64) for number in (0, 1))
+    first = b.op("Slice", b.op("Concat", b.op("Neg", inner), inner, axis=1), zero, length, axis)
+    b.give(softmax(b, b.op("MatMul", b.op("Add", first, inner), b.w("B", INNER, HIDDEN))))
+    (plan,) = check_split(b, tmp_path, "AB", shares=((3, 1),), sums=1)
+    assert plan.warnings == ()
+
+
 def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As windows of volumes have."""
     monkeypatch.setattr(tiny, "MOST_BYTES", 1 << 12)
