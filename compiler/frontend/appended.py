@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.loops import GOES_ON, LEADING
+from splitc.compiler.frontend.iterations import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx, made_by
 
 

@@ -10,7 +10,7 @@ import re
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.loops import GOES_ON, LEADING
+from splitc.compiler.frontend.iterations import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import all_nodes
 

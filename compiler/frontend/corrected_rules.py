@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.loops import GOES_ON, LEADING, goes_on
+from splitc.compiler.frontend.iterations import GOES_ON, LEADING, goes_on
 from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of

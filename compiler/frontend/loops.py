@@ -16,13 +16,12 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, source_through
+from splitc.compiler.frontend.iterations import LEADING, iterations, numbers_given
+from splitc.compiler.frontend.matching import is_onnx, source_through
 from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
 from splitc.compiler.frontend.unused import disconnect_subgraphs
-from splitc.compiler.nodes import known_tensor, unused_name
+from splitc.compiler.nodes import unused_name
 
-# The inputs of a Loop, and of its body, before its states; the outputs of its body before them.
-LEADING, GOES_ON = 2, 1
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
 # and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.
 ITERATIONS, NODES = 160, 10_000
@@ -78,8 +77,7 @@ def _repeated(node: ir.Node) -> Repeated | None:
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type == "Loop":
         carried, parted = [value for value in node.inputs[LEADING:] if value is not None], list[ir.Value]()
-        (count,) = constant_numbers(node.inputs[0]) or [0]
-        count *= goes_on(node)
+        count = iterations(node, ITERATIONS)
     else:
         place = len(inputs) - node.attributes["num_scan_inputs"].as_int()
         carried, parted = inputs[:place], inputs[place:]
@@ -89,21 +87,6 @@ def _repeated(node: ir.Node) -> Repeated | None:
         known = [length for length in lengths if isinstance(length, int)]
         count = 0 if not known or _scans_otherwise(node) else known[0]
     return Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
-
-
-def goes_on(loop: ir.Node) -> bool:
-    """Whether no condition ends a Loop."""
-    body = loop.attributes["body"].as_graph()
-    after = source_through(body.outputs[0], "Identity")
-    return _is_true(loop.inputs[1]) and (after is body.inputs[1] or _is_true(after))
-
-
-def _is_true(condition: ir.Value | None) -> bool:
-    """Whether a condition is left out, or is a constant that is true."""
-    if condition is None or not condition.name:
-        return True
-    tensor = known_tensor(condition)
-    return tensor is not None and bool(np.all(tensor.numpy()))
 
 
 def _scans_otherwise(scan: ir.Node) -> bool:
@@ -155,11 +138,8 @@ class Unrolling:
         return moved
 
     def _numbers(self, loop: Repeated, number: int) -> list[ir.Value]:
-        """What a Loop tells its body: the iteration's number, and that it goes on. Both may have an axis."""
-        if loop.node.op_type != "Loop":
-            return []
-        axes = [0 if value.shape is None else len(value.shape) for value in loop.body.inputs[:2]]
-        numbers = np.full((1,) * axes[0], number, np.int64), np.full((1,) * axes[1], True)
+        """What a Loop tells its body."""
+        numbers = numbers_given(loop.body, number) if loop.node.op_type == "Loop" else []
         return [self.editor.constant(array) for array in numbers]
 
     def _part(self, loop: Repeated, value: ir.Value, number: int) -> ir.Value:

@@ -19,7 +19,7 @@ WriteModel = Callable[[str], Path]
 # Four layers whose weights are stacked, and the mean after each.
 LAYERS = """<ir_version: 8, opset_import: ["" : 17]>
 g (float[n, 16] x, int64 given) => (float[n, 16] y, float[k, n] means, float[n, 16] last) <
-    int64 count = {{4}}, int64 given = {{4}}, bool yes = {{1}}, float half = {{0.5}},
+    int64 count = {{4}}, int64 given = {{4}}, int64 three = {{3}}, bool yes = {{1}}, float half = {{0.5}},
     float[4, 16, 32] w, float[4, 32, 16] v
 > {{
     z = Relu (x)
@@ -64,10 +64,35 @@ g (float[n, 16] x) => (float[n, 16] y, float[k, n] means, float[n, 16] last) <
     }}> (z, w, v)
     y = Mul (last, half)
 }}"""
+# The same layers as tf2onnx writes a loop: a counter and its end are states, and there is no number of iterations.
+COUNTER = """<ir_version: 8, opset_import: ["" : 17]>
+g (float[n, 16] x) => (float[n, 16] y, float[k, n] means, float[n, 16] last) <
+    int32 zero = {0}, int32 one = {1}, int32 count = {4}, float half = {0.5}, float[4, 16, 32] w, float[4, 32, 16] v
+> {
+    z = Relu (x)
+    first = Less (zero, count)
+    begin = Mul (zero, one)
+    number, end, last, means = Loop <body = body
+      (int64 i, bool going, int32 at, int32 until, float[n, 16] h)
+      => (bool goes_on, int32 next, int32 until, float[n, 16] after, float[n] mean) {
+        next = Add (at, one)
+        goes_on = Less (next, until)
+        up = Gather (w, at)
+        down = Gather (v, at)
+        inner = MatMul (h, up)
+        bent = Relu (inner)
+        added = MatMul (bent, down)
+        after = Add (h, added)
+        mean = ReduceMean <axes = [1], keepdims = 0> (after)
+    }> (, first, begin, count, z)
+    y = Mul (last, half)
+}"""
 WRITTEN = {
     "loop": LAYERS.format(goes_on=ON, loop="count, yes"),
     "no condition": LAYERS.format(goes_on=ON, loop="count, "),
     "constant condition": LAYERS.format(goes_on="goes_on = Identity (yes)", loop="count, yes"),
+    "compared number": LAYERS.format(goes_on="goes_on = Less (i, three)", loop=", yes"),
+    "counter": COUNTER,
     "scan": SCAN.format(axes=""),
     "scan with axes": SCAN.format(axes=", scan_input_axes = [0, 0], scan_output_directions = [0]"),
 }
@@ -100,8 +125,10 @@ def test_scans_backwards_stay(write_model: WriteModel) -> None:
     [
         (ON, "given, yes"),
         ("small = ReduceMax <keepdims = 0> (after)  goes_on = Less (small, half)", "count, yes"),
+        ("goes_on = Less (i, given)", ", yes"),
+        (ON, ", yes"),
     ],
-    ids=["count of a request", "condition of data"],
+    ids=["count of a request", "condition of data", "end of a request", "no end"],
 )
 def test_other_loops_stay(write_model: WriteModel, goes_on: str, loop: str) -> None:
     model = with_weights(write_model(LAYERS.format(goes_on=goes_on, loop=loop)))
