@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from splitc.compiler.sharding.islands import find_islands
 from splitc.compiler.trials.trial import find_broken
 from splitc.runtime.hardware.profiles import Link
 
-# Returns whether an island is worth the collectives of its candidate axis.
-_Worth = Callable[[Island, Candidate], bool]
+# Returns whether the islands that share a candidate axis are worth its collectives.
+_Worth = Callable[[Collection[Island], Candidate], bool]
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,25 @@ def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
     """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take."""
     costs = analysis.costs
 
-    def is_worth(island: Island, candidate: Candidate) -> bool:
+    def is_worth(islands: Collection[Island], candidate: Candidate) -> bool:
         spent = candidate.collectives * rates.collective.latency + candidate.exchanged * rates.collective.per_byte
-        return spent < rates.pace.seconds(costs, [island.node]) * (1 - 1 / count)
+        return spent < rates.pace.seconds(costs, [island.node for island in islands]) * (1 - 1 / count)
 
     return _with_islands(analysis, count, is_worth)
 
 
 def small_axes(analysis: Analysis, count: int) -> TensorAxes:
     """The axes to shard over `count` ranks, with all islands: most weights are sharded, whatever time that takes."""
-    return _with_islands(analysis, count, lambda island, candidate: True)
+    return _with_islands(analysis, count, lambda islands, candidate: True)
 
 
 def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> TensorAxes:
     """The axes to shard over `count` ranks, with the islands whose outputs have these names."""
-    return _with_islands(analysis, count, lambda island, candidate: island.node.outputs[0].name in names)
+
+    def is_worth(islands: Collection[Island], candidate: Candidate) -> bool:
+        return all(island.node.outputs[0].name in names for island in islands)
+
+    return _with_islands(analysis, count, is_worth)
 
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
@@ -75,8 +80,8 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
     possible = frozenset(island for island in islands if island.node not in apart)
     if not possible:
         return plain
-    best = _best_candidates(*_candidates(analysis, frozenset(plain.broken.items()), possible))
-    worth = frozenset(island for island, candidate in best.items() if is_worth(island, candidate))
+    shared = _best_candidates(*_candidates(analysis, frozenset(plain.broken.items()), possible))
+    worth = frozenset(island for islands, candidate in shared if is_worth(islands, candidate) for island in islands)
     if not worth:
         return plain
     axes = settle(analysis, count, worth)
@@ -89,19 +94,20 @@ def _apart(analysis: Analysis) -> dict[ir.Node, str]:
     return {node: f"it is on {own.device}" for own in placed for block in own.blocks for node in block.nodes}
 
 
-def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, Candidate]:
-    """For each island, the candidate with the highest gain among its own axes."""
-    owner: dict[Factor, Island] = {}
+def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> list[tuple[list[Island], Candidate]]:
+    """For each island, the candidate with the highest gain among its own axes. Islands of one weight may share it."""
+    owners = defaultdict[Factor, set[Island]](set)
     islands = {island.node: island for island in axis_map.islands}
     for crossing in crossings(axis_map):
         for side in crossing.sides:
-            own = side.after if crossing.place is not None else side.before
-            owner.update(dict.fromkeys(ax.atoms(own), islands[crossing.node]))
-    best: dict[Island, Candidate] = {}
+            for atom in ax.atoms(side.after if crossing.place is not None else side.before):
+                owners[atom].add(islands[crossing.node])
+    shared, left = list[tuple[list[Island], Candidate]](), set(axis_map.islands)
     for candidate in candidates.by_gain:
-        if candidate.atom in owner:
-            best.setdefault(owner[candidate.atom], candidate)
-    return best
+        if own := left & owners[candidate.atom]:
+            shared.append((list(own), candidate))
+            left -= own
+    return shared
 
 
 def _covered(axes: TensorAxes) -> int:

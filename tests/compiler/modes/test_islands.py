@@ -113,6 +113,17 @@ def test_shards_of_an_island_are_joined(block: Callable[[], Block], tmp_path: Pa
     assert all(plan.split.collectives == 1 for plan in plans)
 
 
+def test_weight_of_several_steps_is_split(tmp_path: Path, all_islands: None) -> None:
+    """Each step of a recurrent network is an island, of the same weight."""
+    b = Block()
+    state, weight = softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN])), b.w("A", HIDDEN, HIDDEN)
+    for _ in range(3):
+        state = b.op("Tanh", b.op("Add", b.op("MatMul", state, weight), state))
+    b.give(softmax(b, state), shape=["n", HIDDEN])
+    plans = check_split(b, tmp_path, "A", SHARES, sums=0)
+    assert all(plan.split.collectives == 3 for plan in plans)
+
+
 def test_8_bit_integers_are_joined_as_they_are(tmp_path: Path, all_islands: None) -> None:
     for plan in check_split(quantized(), tmp_path, "A", [(1, 1)]):
         split = sharded(plan)
