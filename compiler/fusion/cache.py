@@ -64,7 +64,7 @@ class CachedAttention:
 
 
 def growing_caches(graph: ir.Graph, states: Sequence[State]) -> Caches:
-    """The caches that grow by a Concat.
+    """The caches of three or four axes that grow by a Concat along the last but one.
 
     Empty if the model writes other states in place itself: the model's mask is then as long as their capacity.
     """
@@ -82,28 +82,28 @@ def growing_caches(graph: ir.Graph, states: Sequence[State]) -> Caches:
 
 
 def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
-    """The rows that a Concat, or ONNX's Attention, appends to a past of four axes; None for other presents."""
+    """The rows that a Concat, or ONNX's Attention, appends to a past; None for other presents."""
     node, place = present.producer(), present.index()
-    if node is None or place is None or past.shape is None or len(past.shape) != 4:
+    rank = 0 if past.shape is None else len(past.shape)
+    if node is None or place is None or rank not in (ROWS + 1, ROWS + 2):
         return None
     if is_operator(node):
         old = operator_of(node).states.get(place, len(node.inputs))
         return node.inputs[place] if old < len(node.inputs) and node.inputs[old] is past else None
     axis = node.attributes.get_int("axis", 0)
-    fits = is_onnx(node, "Concat") and len(node.inputs) == 2 and axis in (ROWS, ROWS - 4)
+    fits = is_onnx(node, "Concat") and len(node.inputs) == 2 and axis in (rank - 2, -2)
     return node.inputs[1] if fits and node.inputs[0] is past else None
 
 
 def unfused_caches(
-    graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Mapping[ir.Value, str]
+    graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Mapping[str, str]
 ) -> Iterator[tuple[str, NotFusedError]]:
     """Growing states that fusion does not write in place, by their input's name, with reasons.
 
     The growing `caches` are listed only if no attention reads any (`is_read`): else `find_caches` gave their reasons.
-    `latents` are the presents of multi-head latent attention that are not in place, each with the reason.
+    `latents` are those of multi-head latent attention that are not in place, each with the reason.
     """
     pasts = {past.name for past, _ in caches.values()}
-    on_latents = {caches[present][0].name: why for present, why in latents.items()}
     outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
         maker = outputs.get(state.output)
@@ -111,8 +111,8 @@ def unfused_caches(
             continue
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it has readers beside the operator that could write it in place")
-        elif state.input in on_latents:
-            yield state.input, NotFusedError(on_latents[state.input])
+        elif state.input in latents:
+            yield state.input, NotFusedError(latents[state.input])
         elif state.input in pasts:
             yield state.input, NotFusedError("no attention reads it as keys or values")
         else:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
+from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
@@ -21,7 +22,7 @@ from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
-from splitc.compiler.fusion.cache import Caches, check_scores, find_caches, growing_caches, unfused_caches
+from splitc.compiler.fusion.cache import ROWS, Caches, check_scores, find_caches, growing_caches, unfused_caches
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.fusion.experts import mark_experts
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
@@ -34,6 +35,7 @@ from splitc.compiler.fusion.latent_cache import OPERATOR as CACHED_LATENT
 from splitc.compiler.fusion.latent_cache import find_latent_caches
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
+from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.parts import Parts, check_type
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
@@ -146,7 +148,7 @@ class _Work:
     states: Sequence[State]
     planned: dict[str, Shape]
     editor: Editor
-    latents: dict[ir.Value, str] = field(default_factory=dict)
+    latents: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def other_sizes(self) -> BoundShapes:
@@ -168,9 +170,14 @@ class _Work:
         return Parts(self.gains, states, self.editor, self._shape_of, lambda: self._sizes, lambda: self._tables)
 
     @cached_property
-    def caches(self) -> Caches:
+    def grown(self) -> Caches:
         """The caches that grow by a Concat. First read when norms and rotary embeddings of new keys are fused."""
         return growing_caches(self.graph.graph, self.states) if self.gains.caches else {}
+
+    @cached_property
+    def caches(self) -> Caches:
+        """The growing caches that an operator may keep in place: those with an axis of heads."""
+        return {present: own for present, own in self.grown.items() if present.shape and len(present.shape) > ROWS + 1}
 
     @cached_property
     def adopted(self) -> Adopted:
@@ -273,7 +280,7 @@ class _Work:
 
     def _on_latent(self, place: str, attention: Attention) -> list[Outcome]:
         """Fuse an attention whose keys and values are projected from a cached latent; no outcomes for any other."""
-        latent = find_latent(attention, self.caches, self._sizes) if self.caches else None
+        latent = find_latent(attention, self.grown, self._sizes) if self.grown else None
         query = self._shape_of(attention.query.value)
         if latent is None or query is None:
             return []
@@ -285,7 +292,8 @@ class _Work:
         own = Outcome(place, LATENT, None, "latent")
         if why is None:
             return [own, Outcome(place, CACHED_LATENT, None, "cache")]
-        self.latents.update(dict.fromkeys(self.caches.keys() & {latent.latent, *latent.shared}, why))
+        read = {source_through(value, *VIEWS) for value in (latent.latent, *latent.shared)}
+        self.latents.update({past.name or "": why for present, (past, _) in self.grown.items() if present in read})
         return [own]
 
     def _write_latent(self, latent: LatentAttention, new: int) -> str | None:

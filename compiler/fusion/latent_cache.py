@@ -90,8 +90,8 @@ def find_latent_caches(
     """
     if editor.graph.opset_imports.get("", 1) < OPSET:
         raise NotFusedError(f"the model's opset is below {OPSET}, whose operators its cache needs")
-    if len(parts) != 1 or parts[0] not in caches:
-        raise NotFusedError("its keys are not a cached latent and one more cache")
+    if len(parts) != 1 or not caches.keys() >= {latent, *parts}:
+        raise NotFusedError("its keys are not a cached latent and one more cache, of four axes each")
     presents = (parts[0], latent)
     if not all(is_onnx(value.producer(), "Concat") for value in presents):
         raise NotFusedError("its caches are not concatenated with new rows")

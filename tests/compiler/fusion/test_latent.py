@@ -5,6 +5,7 @@ On GPUs its caches are in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.conftest import assert_close, run_whole
+from tests.conftest import Arrays, assert_close, run_whole
 from tests.helpers.written_attention import operators
 
 WRITTEN = """
@@ -97,12 +98,39 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
     compare(tmp_path, "layer", ["cpu0"])
 
 
-def compare(folder: Path, mode: str, devices: list[str], **options: object) -> None:
+def test_caches_may_have_no_axis_of_heads(tmp_path: Path) -> None:
+    """As those of DeepSeek's own code. On GPUs they are concatenated too."""
+    write(tmp_path / "model.onnx")
+    text = onnx.printer.to_text(onnx.load(tmp_path / "model.onnx")).replace("[b,1,past,", "[b,past,")
+    for name in ("latent", "place"):
+        text = text.replace(f"new_{name}s = Unsqueeze (new_{name}, one)", f"new_{name}s = Identity (new_{name})")
+    text = text.replace("[b,1,all,8]", "[b,all,8]").replace("[b,1,all,2]", "[b,all,2]")
+    text = text.replace("Expand (all_places,", "Expand (heads_places,").replace(
+        "shared =", "heads_places = Unsqueeze (all_places, one)  shared ="
+    )
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    shapes = {name: array.shape for name, array in flat(feeds(2, 3)).items()}
+    for device, why in (("cpu0", "engines for CPU devices"), ("cuda0", "of four axes each")):
+        plan = plan_model(tmp_path / "model.onnx", [device], Request(split_mode="layer", shapes=shapes))
+        outcomes = plan.analysis.outcomes
+        assert [outcome.operator for outcome in outcomes if outcome.kind == "latent"] == ["FusedMatMul"]
+        assert all(why in (outcome.why or "") for outcome in outcomes if outcome.kind == "cache")
+    compare(tmp_path, "tensor", ["2xcpu"], shaped=flat)
+
+
+def flat(fed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Feeds without an axis of heads."""
+    return {name: array[:, 0] if name in ("latents", "places") else array for name, array in fed.items()}
+
+
+def compare(
+    folder: Path, mode: str, devices: list[str], shaped: Callable[[Arrays], Arrays] = dict, **options: object
+) -> None:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
     with Session(folder / "package") as session:
         for new, past, batch in ((2, 0, 1), (1, 5, 2), (3, 4, 2)):
-            fed = feeds(new, past, batch)
+            fed = shaped(feeds(new, past, batch))
             fed = {name: array for name, array in fed.items() if name in {value.name for value in session.inputs}}
             assert_close(session.run(fed), run_whole(folder / "model.onnx", fed))
 
@@ -111,7 +139,7 @@ def compare(folder: Path, mode: str, devices: list[str], **options: object) -> N
 def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> None:
     """As in the unfused model: each rank has the weights of its heads."""
     write(tmp_path / "model.onnx")
-    compare(tmp_path, "tensor", ["3xcpu"], **({} if shares is None else {"tensor_split": shares}))
+    compare(tmp_path, "tensor", ["3xcpu"], tensor_split=shares)
 
 
 OTHERS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
