@@ -12,6 +12,7 @@ from splitc.compiler.frontend.activations import take_out_activations
 from splitc.compiler.frontend.appended import stack_in_loops
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.counted import count_by_range
+from splitc.compiler.frontend.directions import join_directions
 from splitc.compiler.frontend.einsums import multiply_by_matrices
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
@@ -50,6 +51,7 @@ def lift(model: ir.Model) -> None:
     unwrap_optionals(model)
     fold_constants(model.graph)
     part_stacks(model.graph)
+    join_directions(model.graph)
     multiply_by_matrices(model.graph)
     # torch's older exporter writes casts to the type that a value has, and no types of values.
     if any(cast.inputs[0].dtype in UNKNOWN for cast in model.graph if is_onnx(cast, "Cast") and cast.inputs[0]):

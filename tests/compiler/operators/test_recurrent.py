@@ -74,14 +74,19 @@ ACTIVATIONS = {
 }
 
 
-def two_directions(kind: str, **attributes: Sequence[float]) -> Callable[[], Block]:
-    """A network of two directions between embeddings and a product, with initial states and lengths."""
+def two_directions(kind: str, is_joined: bool = False, **attributes: Sequence[float]) -> Callable[[], Block]:
+    """A network of two directions between embeddings and a product, with initial states and lengths.
+
+    `is_joined`: each direction has weights of its own, whose rows are moved, as torch's newer exporter writes them.
+    """
 
     def build() -> Block:
         b, rows, own = Block(17), GATES[kind] * INNER, BATCH * [PLACES - 1]
         data = b.op("Transpose", softmax(b, b.data("x", (BATCH, PLACES, HIDDEN), ["n", "t", HIDDEN])), perm=[1, 0, 2])
         states = [b.w(f"first{n}", 2, BATCH, INNER) for n in range(2 if kind == "LSTM" else 1)]
         weights = b.w("W", 2, rows, HIDDEN), b.w("R", 2, rows, INNER), b.w("B", 2, 2 * rows)
+        if is_joined:
+            weights = (_joined(b, "V", rows, HIDDEN), _joined(b, "Q", rows, INNER), weights[2])
         made = b.op(
             kind,
             *(data, *weights, b.constant(own, np.int32), *states),
@@ -103,6 +108,30 @@ def test_each_rank_has_a_direction(kind: str, tmp_path: Path) -> None:
     """A third rank repeats one of them, and does not add to the sum."""
     split = {"W", "R", "B", "first0", "D", *({"P", "first1"} if kind == "LSTM" else ())}
     Tiny(two_directions(kind), split, sums=1, shares=((1, 1), (2, 1, 2))).check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_weights_of_each_direction_are_joined(kind: str, tmp_path: Path) -> None:
+    """Each rank has those of its direction: in the graph, neither could be cut out of them."""
+    for plan in check_split(two_directions(kind, is_joined=True)(), tmp_path, "D", ((1, 1),), sums=1):
+        large = sum(weight.bytes for weight in plan.weights)
+        assert sum(weight.whole for weight in plan.weights if weight.reason) < large / 10
+
+
+def test_weights_of_directions_that_are_read_elsewhere_stay(tmp_path: Path) -> None:
+    b = two_directions("RNN", is_joined=True)()
+    b.give(b.op("Neg", b.w("V0", INNER, HIDDEN)), "z", shape=[INNER, HIDDEN])
+    check_split(b, tmp_path, (), ((1, 1),), whole=("V0", "V1"))
+
+
+def _joined(b: Block, name: str, rows: int, columns: int) -> ir.Value:
+    """The weights of two directions, with the halves of their rows swapped."""
+    parts = list[ir.Value]()
+    for number in range(2):
+        weight, bounds = b.w(f"{name}{number}", rows, columns), (b.ints(0), b.ints(rows // 2), b.ints(rows))
+        halves = [b.op("Slice", weight, *ends, b.ints(0)) for ends in (bounds[1:], bounds[:2])]
+        parts.append(b.op("Unsqueeze", b.op("Concat", *halves, axis=0), b.ints(0)))
+    return b.op("Concat", *parts, axis=0)
 
 
 def test_directions_with_numbers_for_their_activations_stay_together(tmp_path: Path) -> None:
