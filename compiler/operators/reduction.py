@@ -14,7 +14,7 @@ from splitc.compiler.operators.operator import Operator
 _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
 # The types whose maxima an all-reduce can compute.
 _COMPARED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16"))
-# The types in which an L2 norm's square does not overflow.
+# The types in which the squares of a norm do not overflow.
 _LENGTHS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 # Operators that only rearrange or convert the elements of a value.
 _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -46,12 +46,13 @@ def _contract(op: Operation, numbers: Iterable[int]) -> None:
 
 
 def reduce_mean(op: Operation) -> None:
-    """A mean of statistics, such as those of channels, may be over a sharded axis: ranks' means are summed.
+    """A mean may be over a sharded axis, unless a norm computes it of the residual: ranks' means are summed.
 
-    Other means are usually parts of norms of the residual, which would then be sharded: their axis is whole.
+    A mean of statistics, such as those of channels, may always be.
     """
-    reduced = _reduce(op)
-    if op.gives_floats and _is_statistic(op.node.inputs[0]):
+    reduced, data = _reduce(op), op.node.inputs[0]
+    is_exact = data is not None and data.dtype in _LENGTHS
+    if op.gives_floats and (_is_statistic(data) or (is_exact and not _is_of_residual(data))):
         _contract(op, reduced)
         op.averages = True
     op.linear = LINEAR if op.gives_floats else ()
@@ -66,6 +67,15 @@ def _is_statistic(value: ir.Value | None) -> bool:
             return False
         value = node.inputs[0]
     return False
+
+
+def _is_of_residual(value: ir.Value | None) -> bool:
+    """Whether a value is the residual or its square. The one other reader that a norm has does not count."""
+    node = None if value is None else value.producer()
+    if node is not None and (node.op_type == "Pow" or (node.op_type == "Mul" and len({*node.inputs}) == 1)):
+        value = node.inputs[0]
+    readers = [] if value is None else [reader for reader, _ in value.uses() if reader is not node]
+    return _is_residual(value, [reader for reader in readers if reader.op_type in ("Sub", "Mul", "Div")][:1])
 
 
 def pool_mean(op: Operation) -> None:

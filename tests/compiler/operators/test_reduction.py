@@ -166,6 +166,17 @@ def residual_normed(b: Block, v: ir.Value) -> ir.Value:
     return b.op("RMSNormalization", b.op("Add", one, other), b.w("s3", INNER))
 
 
+def norm_written_out(b: Block, v: ir.Value) -> ir.Value:
+    """As of models that were quantized before it became one operator."""
+    centered = b.op("Sub", v, b.op("ReduceMean", v, axes=[2]))
+    variance = b.op("ReduceMean", b.op("Pow", centered, number(b, 2)), axes=[2])
+    return b.op("Mul", b.op("Div", centered, b.op("Sqrt", b.op("Add", variance, number(b, 1e-5)))), b.w("scale", INNER))
+
+
+def norm_of_residual_written_out(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("Add", v, norm_written_out(b, b.op("Add", v, b.op("Tanh", v))))
+
+
 def normed_as_doubles(b: Block, v: ir.Value) -> ir.Value:
     """Ranks' sums of squares are in single precision."""
     wide = b.op("Cast", v, to=ir.DataType.DOUBLE)
@@ -256,7 +267,9 @@ GRAPHS: dict[str, Tiny] = {
         reduced("ReduceL2", 1), needs=reduced("ReduceL2", 2), whole="", split="CD", sums=2, shares=SHARES
     ),
     "ReduceSum": sandwich(summed(1), needs=summed(2), whole="", split="CD", sums=3, shares=SHARES),
-    "ReduceMean": sandwich(averaged_elsewhere, needs=reduced("ReduceMean", 2), shares=SHARES),
+    "ReduceMean": sandwich(
+        averaged_elsewhere, needs=reduced("ReduceMean", 2), whole="", split="CD", sums=3, shares=SHARES
+    ),
     "GlobalAveragePool": sandwich(
         of_channels(pooled_to_one("GlobalAveragePool")), needs=pooled_to_one("GlobalAveragePool")
     ),
@@ -322,6 +335,10 @@ FORMS: dict[str, Tiny] = {
     ),
     "mean of the channels' norms": sandwich(of_channels(responses_normed), split={"gain"}, sums=2, shares=SHARES),
     "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
+    "norm, written out": sandwich(
+        through("Relu"), needs=norm_written_out, whole="", split={"C", "D", "scale"}, sums=3, shares=SHARES
+    ),
+    "norm of a residual, written out": sandwich(through("Relu"), needs=norm_of_residual_written_out),
     "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
     "norm of all and opset 12": shared_norms("SimplifiedLayerNormalization", "scale", opset=12),
     "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
