@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
@@ -31,6 +32,7 @@ from splitc.compiler.sharding.row_numbers import (
 )
 from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
+from splitc.runtime.arrays.array import Array
 
 # More rows than any request has.
 BEYOND = 10**9
@@ -178,10 +180,20 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict
         return all(more == size * times for axis, size, more in sizes if not atoms.isdisjoint(ax.leaves(axis)))
 
     atoms = frozenset(rows.atoms)
+    few, many = from_sizes(analysis.graph, given), from_sizes(analysis.graph, grown)
     for node, operation in axis_map.operations.items():
         if not all(map(grows, node.outputs, operation.outputs)):
             return {node: "the size of its output is not proportional to their number"}
+        if any(_follows(value, few, many) for value in node.inputs if value is not None):
+            return {node: "it computes with their number"}
     return {}
+
+
+def _follows(value: ir.Value, few: Mapping[ir.Value, Array], many: Mapping[ir.Value, Array]) -> bool:
+    """Whether a value that is no size differs if there are more rows. `few` and `many` have what follows from sizes."""
+    one, other = few.get(value), many.get(value)
+    is_size = one is None or other is None or one.dtype.kind in "iu"
+    return not is_size and one.shape == other.shape and not np.array_equal(one, other)
 
 
 def _slice_ends(axis_map: AxisMap) -> Iterator[int]:

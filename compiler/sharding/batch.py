@@ -42,11 +42,10 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     outputs = set(_outputs(graph))
     if not outputs:
         return None
-    starts = _starts(graph, axis_map)
     places = {
         atom: number_of
-        for atom, number_of in _places(graph, axis_map).items()
-        if atom.pinned is None and atom in starts and atom not in mixed
+        for atom, number_of in _starts(graph, _places(graph, axis_map)).items()
+        if atom.pinned is None and atom not in mixed
     }
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
@@ -114,10 +113,10 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
     return places
 
 
-def _starts(graph: Graph, axis_map: AxisMap) -> set[Factor]:
-    """The factors of inputs, without those of inputs that only choose among computed values."""
-    inputs = [value for value in graph.graph.inputs if not _only_chooses(graph, value)]
-    return {atom for value in inputs for axis in axis_map.axes.get(value) or () for atom in ax.leaves(axis)}
+def _starts(graph: Graph, places: Places) -> Places:
+    """The places of factors that an input has alone, other than inputs that only choose among computed values."""
+    inputs = {value.name or "" for value in graph.graph.inputs if not _only_chooses(graph, value)}
+    return {atom: number_of for atom, number_of in places.items() if not inputs.isdisjoint(number_of)}
 
 
 def _only_chooses(graph: Graph, value: ir.Value) -> bool:
@@ -128,8 +127,9 @@ def _only_chooses(graph: Graph, value: ir.Value) -> bool:
 
 
 def _mixed(axis_map: AxisMap) -> set[Factor]:
-    """The factors that some node sums over or takes statistics of, and those of weights."""
-    mixed = {atom for operation in axis_map.operations.values() for atom in _reduced(operation)}
+    """The factors that some node sums over, takes statistics of or compares pairs of, and those of weights."""
+    operations = axis_map.operations.values()
+    mixed = {atom for operation in operations for atom in (*_reduced(operation), *_paired(operation))}
     return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
 
 
@@ -139,6 +139,18 @@ def _reduced(operation: Operation) -> Iterator[Factor]:
     yield from ax.atoms(operation.reduced)
 
 
+def _paired(operation: Operation) -> set[Factor]:
+    """The factors that an output has twice: it has an element for each pair of them."""
+    twice: set[Factor] = set()
+    for axes in operation.outputs:
+        seen: set[Factor] = set()
+        for leaf in (leaf for axis in axes or () for leaf in ax.leaves(axis)):
+            own = set(ax.atoms((leaf,)))
+            twice |= seen & own
+            seen |= own
+    return twice
+
+
 def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] = ()) -> str:
     """Why no axis is the batch: which node mixes rows along the axis that comes closest to being it.
 
@@ -146,12 +158,10 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     from sizes alone, and their axes are not related.
     """
     outputs = _outputs(graph)
-    places = _places(graph, axis_map)
-    starts = _starts(graph, axis_map)
-    possible = [atom for atom in places if atom in starts]
-    if not possible:
-        return "no input has an axis of dynamic size"
-    best = max(possible, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
+    places = _starts(graph, _places(graph, axis_map))
+    if not places:
+        return "no input has an axis of dynamic size that stays one axis"
+    best = max(places, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
     named = next(f"axis {number} of '{name}'" for name, number in places[best].items())
     if (met := _where_met(axis_map, best)) is not None:
         return f"the rows along {named} are not independent: {met}"
@@ -174,6 +184,8 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
                 "it sums over them" if atom in ax.atoms(operation.contracted) else "it needs statistics of all of them"
             )
             return f"{describe_node(node)}: {how}"
+        if atom in _paired(operation):
+            return f"{describe_node(node)}: its output has an element for each pair of them"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):
                 return f"{describe_node(node)}: its weight '{value.name}' has an entry for each of them"

@@ -404,3 +404,35 @@ def test_attention_of_tokens_that_are_joined(tmp_path: Path) -> None:
     for name, present in zip(("present_key", "present_value"), presents, strict=True):
         b.give(present, name, ["batch", 1, "total", 8])
     check_rows(b, tmp_path, {"first", "last", "y", "past_key", "past_value", "present_key", "present_value"})
+
+
+def test_pairs_of_rows_are_no_rows(tmp_path: Path) -> None:
+    """As in a matrix of similarities."""
+    b, y, _ = two_inputs("batch")
+    b.give(b.op("MatMul", y, b.op("Transpose", y, perm=[1, 0])), "y", ["batch", "batch"])
+    refuse_rows(b, tmp_path, "not independent: .*MatMul.* an element for each pair of them")
+
+
+def test_number_of_rows_is_no_number_to_compute_with(tmp_path: Path) -> None:
+    b, y, _ = two_inputs("batch")
+    b.give(b.op("Div", y, b.op("Cast", b.shape(y, 0), to=FLOAT)), "y", ["batch", WIDTH])
+    refuse_rows(b, tmp_path, "not independent: .*Div.* computes with their number")
+
+
+def test_axis_of_a_known_size_is_no_rows(tmp_path: Path) -> None:
+    """Also if nothing is known of the output's."""
+    b = Block()
+    x = b.data("x", (3, WIDTH), ["batch", WIDTH])
+    twice = b.op("Concat", x, b.op("Neg", x), axis=0)
+    y = b.op("CumSum", b.op("Slice", twice, b.shape(x, 0), b.ints(2**62), b.ints(0)), b.constant(0, np.int64))
+    b.give(y)
+    y.shape = None
+    refuse_rows(b, tmp_path, "not independent: .*CumSum")
+
+
+def test_rows_that_several_rows_of_an_input_make_are_no_rows(tmp_path: Path) -> None:
+    """As the views of an object: the runtime cuts no axis of both."""
+    b = Block()
+    x = b.data("x", (4, WIDTH), ["views of all", WIDTH])
+    b.give(layer(b, b.op("Reshape", x, b.ints(-1, 2, WIDTH)), "up"), "y", ["batch", 2, WIDTH])
+    refuse_rows(b, tmp_path, "of dynamic size that stays one axis|sections")
