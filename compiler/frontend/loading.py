@@ -33,6 +33,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     _check_texts(contents, path)
     _check_declared(proto.graph, path)
     _list_once(proto.graph)
+    _declare_alike(proto.graph)
     _check_maps(proto.graph, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
@@ -105,6 +106,14 @@ def _list_once(graph: onnx.GraphProto) -> None:
     for place in reversed(range(len(names))):
         if names[place] in names[:place]:
             del graph.output[place]
+
+
+def _declare_alike(graph: onnx.GraphProto) -> None:
+    """Declare an output that is an input as the input is: onnx_ir keeps the last declaration, perhaps without shape."""
+    inputs = {value.name: value for value in graph.input if value.type.tensor_type.HasField("shape")}
+    for value in graph.output:
+        if value.name in inputs:
+            value.CopyFrom(inputs[value.name])
 
 
 def _check_maps(graph: onnx.GraphProto, path: Path) -> None:

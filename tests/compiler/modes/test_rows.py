@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -436,3 +437,16 @@ def test_rows_that_several_rows_of_an_input_make_are_no_rows(tmp_path: Path) -> 
     x = b.data("x", (4, WIDTH), ["views of all", WIDTH])
     b.give(layer(b, b.op("Reshape", x, b.ints(-1, 2, WIDTH)), "up"), "y", ["batch", 2, WIDTH])
     refuse_rows(b, tmp_path, "of dynamic size that stays one axis|sections")
+
+
+def test_input_that_is_an_output_of_no_declared_shape(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (3, WIDTH), ["batch", WIDTH])
+    b.give(b.op("Softmax", layer(b, x, "up"), axis=-1), "y", ["batch", WIDTH])
+    model = b.model()
+    save(model, tmp_path / "model.onnx")
+    proto = onnx.load(tmp_path / "model.onnx")
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None))
+    onnx.save(proto, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="batch", memory=["1GiB"]))
+    assert plan.replicas is not None and plan.replicas.rows == {"x": 0, "y": 0}
