@@ -35,8 +35,8 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
 
     It is a factor of dynamic size, alone on its axis. No weight has it, and all outputs do, except those that depend on
     weights alone. No node needs it whole, sums over it or indexes it. An input has it that does not only choose among
-    computed values: all of these would be computed for each of its rows. If no factor is in all outputs, several of one
-    symbol may be the batch.
+    computed values: all of these would be computed for each of its rows. If no factor is in all outputs, or one of
+    its symbol is elsewhere, several of one symbol may be the batch.
     """
     mixed = _mixed(axis_map)
     outputs = set(_outputs(graph))
@@ -50,7 +50,8 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
             rows = BatchAxes((atom,), number_of)
-            return rows if _has_all(graph, axis_map, rows) else None
+            if _has_all(graph, rows):
+                return rows
     groups: dict[str, list[Factor]] = {}
     for atom in places:
         for symbol in _symbols(graph, places[atom]):
@@ -59,22 +60,21 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
         if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
             rows = BatchAxes(tuple(atoms), number_of)
-            return rows if _has_all(graph, axis_map, rows) else None
+            return rows if _has_all(graph, rows) else None
     return None
 
 
-def _has_all(graph: Graph, axis_map: AxisMap, rows: BatchAxes) -> bool:
-    """Whether each input that is read has these rows, if an axis of it has their symbol.
+def _has_all(graph: Graph, rows: BatchAxes) -> bool:
+    """Whether each input has these rows on the one axis with their symbol, if it has that, also if no node reads it.
 
-    Otherwise it would be whole beside divided ones: it has as many rows, but no node was seen to relate them.
+    Otherwise it would be whole beside divided ones: it has as many rows, which a rank may take from its shape, but no
+    node was seen to relate them.
     """
     symbols = _symbols(graph, rows.axes)
-    others = [value for value in graph.graph.inputs if value.name not in rows.axes and axis_map.axes.get(value)]
     return not any(
-        isinstance(size, ir.SymbolicDim) and size.value in symbols
-        for value in others
-        if value.uses()
-        for size in value.shape or ()
+        isinstance(size, ir.SymbolicDim) and size.value in symbols and number != rows.axes.get(value.name or "")
+        for value in graph.graph.inputs
+        for number, size in enumerate(value.shape or ())
     )
 
 

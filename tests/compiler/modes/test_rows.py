@@ -65,7 +65,16 @@ def test_output_of_weights_alone_has_no_rows(tmp_path: Path) -> None:
     b, y, _ = two_inputs("batch")
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Exp", b.constant(0.5, np.float32)), "scale", [])
-    check_rows(b, tmp_path, {"x", "y"})
+    check_rows(b, tmp_path, {"x", "y", "memory"})
+
+
+def test_inputs_that_only_have_sizes_are_divided_too(tmp_path: Path) -> None:
+    """A rank may take the number of rows from their shapes."""
+    b, y, memory = two_inputs("batch")
+    b.data("unread", (2, WIDTH), ["batch", WIDTH])
+    begin = b.op("Expand", b.w("begin", 1, WIDTH), b.op("Concat", b.shape(memory, 0), b.ints(WIDTH), axis=0))
+    b.give(layer(b, b.op("Add", y, begin), "out"), "y", ["batch", WIDTH])
+    check_rows(b, tmp_path, {"x", "y", "memory", "unread"})
 
 
 def test_rows_of_several_inputs_that_meet_are_no_rows(tmp_path: Path) -> None:
