@@ -281,7 +281,8 @@ def _scatter_rule(index: Sequence[Array | None], aligned: dict[ir.Node, frozense
     operation.whole([axis for number, axis in enumerate(places) if number not in numbers], WRITES)
     operation.relate_all(data, output)
     operation.relate_all(updates[len(places) :], output[behind:])
-    operation.free(indices)
+    operation.relate_all(indices[:-1], places)
+    operation.free(indices[-1:])
     for leaf, number in pairs:
         operation.relate((leaf,), places[number])
 

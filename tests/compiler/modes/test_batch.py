@@ -211,16 +211,35 @@ def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], n
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
-def test_inputs_of_the_same_rows_are_divided_together_or_not_at_all(write_model: Callable[[str], Path]) -> None:
-    """No node relates the lengths in the mask with the rows of x. A whole mask beside divided rows failed at best."""
+@pytest.mark.parametrize("rows", ["B", "C"])
+def test_inputs_of_the_same_rows_are_divided_together(
+    rows: str, write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Lengths are parts of an index whose other part counts the rows, by which a node writes to each of them."""
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]>
-        lengths (float[B,4] x, int64[B,4] mask) => (float[B,4] y)
+        lengths (float[B,4] x, int64[ROWS,4] mask) => (float[B,4] y)
         <int64 zero = {0}, int64 one = {1}, int64[1] second = {1}>
         { size = Shape <end = 1> (x)  rows = Squeeze (size)  numbers = Range (zero, rows, one)
           count = ReduceSum <keepdims = 0> (mask, second)  place = Sub (count, one)
           a = Unsqueeze (numbers, second)  b = Unsqueeze (place, second)  index = Concat <axis = -1> (a, b)
-          sum = ReduceSum <keepdims = 0> (x, second)  y = ScatterND (x, index, sum) }"""
+          sum = ReduceSum <keepdims = 0> (x, second)  y = ScatterND (x, index, sum) }""".replace("ROWS", rows)
+    )
+    compile_model(plan_model(model, ["2xcpu"], BATCH), tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for count in (1, 2, 5):
+            mask = (np.arange(4) <= np.arange(count)[:, None]).astype(np.int64)
+            feeds = {"x": np.random.default_rng(count).random((count, 4), np.float32), "mask": mask}
+            np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(model, feeds)["y"])
+
+
+def test_inputs_of_the_same_rows_are_divided_together_or_not_at_all(write_model: Callable[[str], Path]) -> None:
+    """No node relates the second axis of the table with the rows of x. A rank may take their number from there."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        lengths (float[B,4] x, float[4,B] table) => (float[B,4] y)
+        <int64[1] first = {0}>
+        { sum = ReduceSum (table, first)  total = ReduceSum <keepdims = 0> (sum)  y = Add (x, total) }"""
     )
     with pytest.raises(CannotSplitError, match="the rows along axis 0 of 'x' are not independent"):
         plan_model(model, ["2xcpu"], BATCH)
