@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.agreement import count_alike, fits, unnamed_ones
+from splitc.compiler.frontend.agreement import count_alike, fits, sizes_of_symbols, unnamed_ones
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import primes, primes_of
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size
@@ -85,7 +85,9 @@ class Probes:
         probed = self._first_probed(ways)
         if probed is None or not self._fits(probed):
             made = self._multiplied()
-            if made is not None and not self._symbols.items().isdisjoint(_symbols(self.graph, made.shapes).items()):
+            if made is not None and not self._symbols.items().isdisjoint(
+                sizes_of_symbols(self.graph, made.shapes).items()
+            ):
                 return made
         return probed or self.bound
 
@@ -107,6 +109,15 @@ class Probes:
         A symbol that no other size fits keeps its given size. None if all do, or if `probed`, by `distinct`, fit.
         """
         return None if probed is not self.bound and self._fits(probed) else self._multiplied()
+
+    def broadcast(self, probed: BoundShapes, rows: int) -> BoundShapes | None:
+        """The shapes `probed` with this number of rows for symbols of size 1 that may have it; None without any."""
+        numbers, made = sizes_of_symbols(self.graph, probed.shapes), None
+        for name in [name for name, size in numbers.items() if size == 1]:
+            tried = {**numbers, name: rows}
+            if self._fits(bound := self._bind(tried)):
+                numbers, made = tried, bound
+        return None if made is None else self._fixed(made)
 
     def small(self) -> list[BoundShapes]:
         """Shapes of few elements, to run a model or a part of it with: the first that fit, and those for one row.
@@ -166,7 +177,7 @@ class Probes:
 
     @cached_property
     def _symbols(self) -> Mapping[str, int]:
-        return _symbols(self.graph, self.shapes)
+        return sizes_of_symbols(self.graph, self.shapes)
 
     @cached_property
     def _pairs(self) -> range:
@@ -311,7 +322,7 @@ class Probes:
         A prime may equal a given size by chance, and so may a sum, such as that of a past and a new length. An output's
         size that contradicts its symbol is not compared: models declare wrong ones.
         """
-        known = _symbols(self.graph, self.bound.shapes)
+        known = sizes_of_symbols(self.graph, self.bound.shapes)
         for value in (*self.graph.graph.inputs, *self.graph.graph.outputs):
             one, other = made.shapes.get(value.name or ""), self.bound.shapes.get(value.name or "")
             for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):
@@ -385,14 +396,3 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
         unused = primes_of(graph.graph, smallest)
         larger = {name: next(unused) if name in small else size for name, size in larger.items()}
     yield from (larger, numbers) if larger != numbers else (numbers,)
-
-
-def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The symbols of the inputs, with their given sizes."""
-    symbols: dict[str, int] = {}
-    for value in graph.graph.inputs:
-        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
-            # Some exporters write a number as a symbol: "4" is a dynamic length, unless its given size is 4.
-            if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
-                symbols[size.value] = number
-    return symbols

@@ -75,13 +75,22 @@ def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
     for attempt in _attempts(analysis):
         rows, met = _search(analysis, attempt)
         if rows is not None:
-            return rows
+            return _with_broadcast(analysis, rows)
         if attempt.explains:
             bound, opaque = attempt.bound, met
     numbers = find_row_numbers(graph, bound, opaque)
     axis_map = numbers.axis_map if numbers else find_axes(graph, bound, opaque)
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
     return f"{explain_no_rows(graph, axis_map, nodes_from_sizes(graph))}. {other}"
+
+
+def _with_broadcast(analysis: Analysis, rows: BatchAxes) -> BatchAxes:
+    """The batch, with the inputs that had one row for all when it was searched for, and may have as many as others."""
+    bound = probes_of(analysis).broadcast(probe_sizes(analysis), rows.atoms[0].size)
+    if bound is None:
+        return rows
+    more, _ = _search(analysis, _Attempt(bound, numbered=False, explains=False))
+    return more if more is not None and rows.axes.items() <= more.axes.items() else rows
 
 
 # Nodes that need all rows, and why.
@@ -191,9 +200,9 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict
 
 def _follows(value: ir.Value, few: Mapping[ir.Value, Array], many: Mapping[ir.Value, Array]) -> bool:
     """Whether a value that is no size differs if there are more rows. `few` and `many` have what follows from sizes."""
-    one, other = few.get(value), many.get(value)
-    is_size = one is None or other is None or one.dtype.kind in "iu"
-    return not is_size and one.shape == other.shape and not np.array_equal(one, other)
+    if value not in few or value not in many or few[value].dtype.kind in "iu":
+        return False
+    return few[value].shape == many[value].shape and not np.array_equal(few[value], many[value])
 
 
 def _slice_ends(axis_map: AxisMap) -> Iterator[int]:

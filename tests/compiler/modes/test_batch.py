@@ -229,7 +229,7 @@ def test_inputs_of_the_same_rows_are_divided_together(
     with Session(tmp_path / "package") as session:
         for count in (1, 2, 5):
             mask = (np.arange(4) <= np.arange(count)[:, None]).astype(np.int64)
-            feeds = {"x": np.random.default_rng(count).random((count, 4), np.float32), "mask": mask}
+            feeds: Arrays = {"x": np.random.default_rng(count).random((count, 4), np.float32), "mask": mask}
             np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(model, feeds)["y"])
 
 

@@ -459,3 +459,23 @@ def test_input_that_is_an_output_of_no_declared_shape(tmp_path: Path) -> None:
     onnx.save(proto, tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="batch", memory=["1GiB"]))
     assert plan.replicas is not None and plan.replicas.rows == {"x": 0, "y": 0}
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_row_for_all_may_be_many(axis: int, tmp_path: Path) -> None:
+    """Sizes with which axes are related may leave one for all: nothing says that two symbols are of the same rows."""
+    b = Block()
+    scale = b.data("scale", (1, 1), ["scales", 1])
+    shape = [2, WIDTH] if axis == 0 else [3, 2, WIDTH]
+    x = b.data("x", shape, ["batch", WIDTH] if axis == 0 else [3, "batch", WIDTH])
+    b.give(layer(b, b.op("Add", scale, x), "up"), "y", ["many", WIDTH] if axis == 0 else [3, "many", WIDTH])
+    save(b.model(), tmp_path / "model.onnx")
+    shapes = {name: feed.shape for name, feed in b.feeds.items()}
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="batch", shapes=shapes, memory=["1GiB"]))
+    assert plan.replicas is not None and plan.replicas.rows == {"scale": 0, "x": axis, "y": axis}
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for scales, rows in ((1, 2), (2, 2), (1, 5), (5, 5), (1, 1)):
+            feeds = {"scale": np.resize(b.feeds["scale"], (scales, 1)) * np.arange(scales)[:, None].astype(np.float32)}
+            feeds["x"] = np.resize(b.feeds["x"], (*shape[:axis], rows, WIDTH))
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))
