@@ -94,7 +94,7 @@ def read_folder(
     left_out += [_leave_out(path, file.as_posix(), "weights in another format") for file in weights]
     travel = [file for file in others if file not in weights]
     if not trusts_links:
-        _check_inside(path, travel, models)
+        _check_inside(path, [*models, *travel], models)
     return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
 
 
@@ -113,7 +113,8 @@ def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable
 
     In caches that store files by their hashes, all files are links to one folder, including the models.
     """
-    roots = {folder.resolve(), *((folder / model).resolve().parent for model in models)}
+    linked = [folder / model for model in models if (folder / model).is_symlink()]
+    roots = {folder.resolve(), *(model.resolve().parent for model in linked)}
     for file in files:
         target = Path(os.path.realpath(folder / file))
         if not target.is_file():

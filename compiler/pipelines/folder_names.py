@@ -17,11 +17,27 @@ GENAI = "genai_config.json"
 
 
 def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
-    """The files of a folder and its subfolders, as paths relative to it, without hidden files and splitc's packages."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_package(Path(place, name)))
+    """The files of a folder and its subfolders, as paths relative to it, without hidden files and splitc's packages.
+
+    Links to folders elsewhere are followed, once, if there are models.
+    """
+    roots = [folder.resolve()]
+    for place, folders, names in os.walk(folder, followlinks=True):
+        kept = [Path(place, name) for name in sorted(folders) if not name.startswith(".")]
+        folders[:] = [path.name for path in kept if not is_package(path) and _is_followed(path, roots)]
         for name in sorted(file for file in names if not file.startswith(".")):
             yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
+
+
+def _is_followed(path: Path, roots: list[Path]) -> bool:
+    """Whether a folder is no link, or one with models that are not in or around the `roots`, to which it is added."""
+    if not path.is_symlink():
+        return True
+    target = path.resolve()
+    if any(root in (target, *target.parents) or target in root.parents for root in roots):
+        return False
+    roots.append(target)
+    return any(target.rglob("*.onnx"))
 
 
 def is_package(folder: Path) -> bool:

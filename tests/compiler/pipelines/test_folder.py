@@ -159,6 +159,22 @@ def test_links_that_lead_outside_do_not_travel(tmp_path: Path) -> None:
         read_folder(folder)
 
 
+def test_links_to_folders_of_models(tmp_path: Path) -> None:
+    """As of a text encoder that several pipelines have. Links within the folder, or around it, are known."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    write(folder / "vae" / "model.onnx")
+    write(other / "model.onnx")
+    (other / "config.json").touch()
+    (tmp_path / "texts").mkdir()
+    for name, target in (("te", other), ("again", folder / "vae"), ("up", tmp_path), ("texts", tmp_path / "texts")):
+        (folder / name).symlink_to(target)
+    (other / "itself").symlink_to(other)
+    with pytest.raises(ModelError, match=r"te/model\.onnx is a link to .*, outside the models' folder: --trust"):
+        read_folder(folder)
+    read = read_folder(folder, trusts_links=True)
+    assert (read.names, read.files) == (["te", "vae"], (PurePosixPath("te/config.json"),))
+
+
 def test_caches_of_links_are_folders_too(tmp_path: Path) -> None:
     """As in the Hugging Face Hub's cache: all files are links into one folder of files named by hash."""
     write(tmp_path / "blobs" / "1")
