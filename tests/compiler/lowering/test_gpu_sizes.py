@@ -139,8 +139,16 @@ def narrow(block: Block, x: ir.Value) -> None:
     block.give(bounded, shape=["n", 8], dtype=ir.DataType.INT32)
 
 
+def sampled(block: Block, x: ir.Value) -> None:
+    """An image in half precision, at the places that it has itself."""
+    half = block.op("Cast", block.op("Tanh", x), to=ir.DataType.FLOAT16)
+    image, places = (block.op("Reshape", half, block.ints(-1, *sizes)) for sizes in ((1, 2, 4), (2, 2, 2)))
+    made = block.op("Reshape", block.op("GridSample", image, places), block.ints(-1, 4))
+    block.give(block.op("Cast", made, to=ir.DataType.FLOAT), shape=["n", 4])
+
+
 FORMS = [weighed, compared, scaled, listed, chosen, largest, smallest, bent, dequantized, repeated, spread, clipped]
-FORMS += [padded, mirrored, masked, narrow]
+FORMS += [padded, mirrored, masked, narrow, sampled]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
