@@ -34,49 +34,20 @@ def print_plan(plan: Plan) -> None:
     named = max((candidate.devices for candidate in plan.alternatives), default=0)
     if len(plan.ranks) < named:
         out.print(f"uses {len(plan.ranks)} of {named} devices, for the reason below; --spread uses all of them")
-    rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
-    all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
-    for number, rank in enumerate(plan.ranks):
-        memory = rank.memory
-        rows.add_row(
-            f"{number} {rank.device}",
-            block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks]),
-            *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            *budget_cells(memory.total, rank.budget),
-            f"{rank.seconds / all_seconds:.0%}",
-        )
-    memories = [rank.memory for rank in plan.ranks]
-    totals = (sum(m.weights for m in memories), sum(m.activations for m in memories), sum(m.cache for m in memories))
-    rows.add_row("all", "", *map(format_bytes, totals), style="dim")
-    out.print(rows)
-    budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
-    same = len(set(budgets.values())) == 1
-    common = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
-    listed = common if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
+    _print_sizes(plan)
     if plan.replicas is not None:
         shares = ", ".join(f"{share:.3g}" for share in plan.replicas.shares)
         out.print(f"{plan.groups} groups, each with the whole model; shares of the rows: {shares}")
-    out.print(f"budget: {listed}")
+    out.print(f"budget: {_budgets_in_words(plan)}")
     out.print(f"time: {_times_in_words(plan)}{how_timed(plan)}")
-    print_beside([(memory.engines, memory.adapters, memory.in_files) for memory in memories])
-    if any(rank.device.kind == "cuda" for rank in plan.ranks):
-        out.print(f"engines: {describe_engine(plan.engine)}")
-        if plan.engine == ONNXRUNTIME:
-            out.print(replays_text(_why_not_replayed(plan), plan.analysis.states))
-    if plan.weights_at == DISK:
-        mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
-        out.print(f"weights on {first_few(mapped)} stay in mapped files, and do not count for the budget")
+    print_beside([(rank.memory.engines, rank.memory.adapters, rank.memory.in_files) for rank in plan.ranks])
+    _print_engines(plan)
     print_cuts(plan.named_cuts, plan.split.is_radial, len(plan.written.ranks))
     if plan.weights:
         _print_split(plan)
     for placed in plan.analysis.partition.placed:
         out.print(_placed_in_words(plan, placed))
-    again = [rank.rematerialized for rank in plan.written.ranks[1:] if rank.rematerialized.nodes]
-    if again:
-        nodes = sum(work.nodes for work in again)
-        unsent, weights = (format_bytes(sum(getattr(work, n) for work in again)) for n in ("unsent", "weights"))
-        saved = f"saves {unsent} of transfer, duplicates {weights} of weights"
-        out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
+    _print_recomputed(plan)
     for merged in plan.analysis.merged:
         out.print(merged_in_words(merged))
     if plan.analysis.slot_rank is not None:
@@ -87,6 +58,53 @@ def print_plan(plan: Plan) -> None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def _print_sizes(plan: Plan) -> None:
+    """Print a row a rank: its blocks, memory, share of the budget and share of the time."""
+    rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
+    all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
+    totals = [0, 0, 0]
+    for number, rank in enumerate(plan.ranks):
+        sizes = rank.memory.weights, rank.memory.activations, rank.memory.cache
+        totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+        rows.add_row(
+            f"{number} {rank.device}",
+            block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks]),
+            *map(format_bytes, sizes),
+            *budget_cells(rank.memory.total, rank.budget),
+            f"{rank.seconds / all_seconds:.0%}",
+        )
+    rows.add_row("all", "", *map(format_bytes, totals), style="dim")
+    out.print(rows)
+
+
+def _budgets_in_words(plan: Plan) -> str:
+    """The devices' budgets: `1.00 GiB each`, or `cpu0 1.00 GiB, cpu1 2.00 GiB`."""
+    budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
+    if len(set(budgets.values())) == 1:
+        return next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
+    return ", ".join(f"{device} {budget}" for device, budget in budgets.items())
+
+
+def _print_engines(plan: Plan) -> None:
+    """Print what GPUs run, whether requests are replayed there, and which CPU devices read weights from files."""
+    if any(rank.device.kind == "cuda" for rank in plan.ranks):
+        out.print(f"engines: {describe_engine(plan.engine)}")
+        if plan.engine == ONNXRUNTIME:
+            out.print(replays_text(_why_not_replayed(plan), plan.analysis.states))
+    if plan.weights_at == DISK:
+        mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
+        out.print(f"weights on {first_few(mapped)} stay in mapped files, and do not count for the budget")
+
+
+def _print_recomputed(plan: Plan) -> None:
+    """Print what later stages compute again rather than receive, if there is any."""
+    works = [rank.rematerialized for rank in plan.written.ranks[1:]]
+    if nodes := sum(work.nodes for work in works):
+        unsent, weights = (format_bytes(sum(getattr(work, n) for work in works)) for n in ("unsent", "weights"))
+        saved = f"saves {unsent} of transfer, duplicates {weights} of weights"
+        out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
 
 
 def _placed_in_words(plan: Plan, placed: Placed) -> str:
