@@ -46,6 +46,9 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "Upsample": (1,),
     GROUPED: (6,),
 }
+# By operator, the indices of weights of which the kernel makes a copy in its own layout when a session is opened. ONNX
+# Runtime frees the session's own weight then, but not a shared one.
+REPACKED = {"com.microsoft.QMoE": (2, 5, 8)}
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 # Operators without a CUDA kernel. ONNX Runtime runs them on the CPU, also those that ONNX defines as functions.

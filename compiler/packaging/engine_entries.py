@@ -18,6 +18,8 @@ from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.unaligned_bias import adds_unaligned_bias
+from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.gpu_kernels import REPACKED
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
@@ -117,18 +119,17 @@ def _sizes_only(graph: ir.Graph) -> list[str]:
     ]
 
 
-def shareable_weights(graph: ir.Graph) -> list[m.Weight] | None:
-    """The weights in files beside the graph that sessions may share.
+def shareable_weights(graph: ir.Graph, on_gpu: bool) -> list[m.Weight] | None:
+    """The weights in files beside the graph that sessions may share; None if they may share none.
 
-    None if the runtime does not know a weight's type, or a weight is an input too.
+    `on_gpu`: ONNX Runtime runs it on a GPU.
     """
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    if not are_shareable(written, graph):
+    if not are_shareable(written, graph, on_gpu):
         return None
     passed_on = {name: tensor for name, tensor in written.items() if _type(tensor) in PASSED_ON}
-    total, rest = (sum(tensor.nbytes for tensor in some.values()) for some in (written, passed_on))
-    if total - rest < OWN_SHARE * total:
+    if _are_few(written.keys() - passed_on.keys(), written):
         written = passed_on
     return [
         m.Weight(name, _type(tensor), list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
@@ -137,9 +138,27 @@ def shareable_weights(graph: ir.Graph) -> list[m.Weight] | None:
     ]
 
 
-def are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph) -> bool:
-    """Whether the runtime knows the types of a graph's weights, and none of them is an input too."""
-    return weights.keys().isdisjoint(names(graph.inputs)) and set(KNOWN).issuperset(map(_type, weights.values()))
+def are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph, on_gpu: bool) -> bool:
+    """Whether the runtime knows the types of a graph's weights, none is an input too, and kernels use them as they are.
+
+    Sessions on a GPU that shared weights of which kernels make copies would hold them twice, or three times.
+    """
+    if not weights.keys().isdisjoint(names(graph.inputs)) or not set(KNOWN).issuperset(map(_type, weights.values())):
+        return False
+    return not on_gpu or _are_few(_repacked(graph), weights)
+
+
+def _are_few(some: Collection[str], weights: Mapping[str, ir.TensorProtocol]) -> bool:
+    """Whether some of these weights are none, or less than OWN_SHARE of all bytes."""
+    own = sum(weights[name].nbytes for name in some if name in weights)
+    return not own or own < OWN_SHARE * sum(tensor.nbytes for tensor in weights.values())
+
+
+def _repacked(graph: ir.Graph) -> frozenset[str]:
+    """The weights of which kernels on GPUs make copies in a layout of their own."""
+    pairs = [(node, place) for node in graph.all_nodes() for place in REPACKED.get(operator_name(node), ())]
+    read = [node.inputs[place] for node, place in pairs if place < len(node.inputs)]
+    return frozenset(value.name or "" for value in read if value is not None)
 
 
 def _type(tensor: ir.TensorProtocol) -> str:

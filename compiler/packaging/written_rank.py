@@ -60,13 +60,13 @@ class _Engine:
         forms = {self.path: self.graph, self._beside("adapted"): self.adapted, self._beside("unmasked"): self.unmasked}
         return {path: graph for path, graph in forms.items() if graph is not None}
 
-    def written(self) -> _Engine:
+    def written(self, on_gpu: bool) -> _Engine:
         """With what its entry says of the written files: the weights that sessions share, and the forms' paths."""
         adapted, unmasked = (
             None if graph is None else f"{self.path.parent.name}/{self._beside(form).name}"
             for form, graph in (("adapted", self.adapted), ("unmasked", self.unmasked))
         )
-        return self.saying(weights=shareable_weights(self.graph), adapted=adapted, unmasked=unmasked)
+        return self.saying(weights=shareable_weights(self.graph, on_gpu), adapted=adapted, unmasked=unmasked)
 
     def saying(self, **fields: Any) -> _Engine:
         """With these fields of its entry."""
@@ -100,7 +100,7 @@ def write_rank(
     if is_built:
         engines = [_to_build(plan.engine, one, sizes) for one, sizes in zip(engines, program.sizes, strict=True)]
     else:
-        engines = [_with_forms(plan, engine, is_alone=len(engines) == 1) for engine in engines]
+        engines = [_with_forms(plan, engine, on_gpu, is_alone=len(engines) == 1) for engine in engines]
     if on_gpu:  # after masks were left out, which only the operator shows
         for engine in engines:
             for graph in engine.graphs.values():
@@ -108,7 +108,7 @@ def write_rank(
     engines = [engine.saying(**written_entry(engine.graph, on_gpu)) for engine in engines]
     graphs = {path: graph for engine in engines for path, graph in engine.graphs.items()}
     weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
-    entries = [(engine if is_built else engine.written()).entry for engine in engines]
+    entries = [(engine if is_built else engine.written(on_gpu)).entry for engine in engines]
     overrides = {override.value: override for engine in engines for override in engine.overrides}
     return WrittenRank(rank_entry(rank, program, entries, list(overrides.values())), weights)
 
@@ -148,7 +148,7 @@ def _to_build(name: str, engine: _Engine, sizes: dict[str, m.Sizes]) -> _Engine:
     return engine.saying(path=path.as_posix(), source=entry.path, sizes=sizes, convolves=False)
 
 
-def _with_forms(plan: Plan, engine: _Engine, is_alone: bool) -> _Engine:
+def _with_forms(plan: Plan, engine: _Engine, on_gpu: bool, is_alone: bool) -> _Engine:
     """The engine with weights that are optional inputs, and with its other forms.
 
     A graph with slots for adapters becomes a form, beside the one without. Only an engine that `is_alone` on its rank
@@ -163,7 +163,8 @@ def _with_forms(plan: Plan, engine: _Engine, is_alone: bool) -> _Engine:
     if plan.analysis.preamble is None or not is_alone:
         return engine
     weights = {name: value.const_value for name, value in engine.graph.initializers.items()}
-    if not are_shareable({name: tensor for name, tensor in weights.items() if tensor is not None}, engine.graph):
+    known = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    if not are_shareable(known, engine.graph, on_gpu):
         return engine
     return replace(engine, unmasked=without_masks(engine.graph, plan.analysis.preamble))
 

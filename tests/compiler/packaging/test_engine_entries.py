@@ -14,12 +14,14 @@ import onnxruntime as ort
 import pytest
 
 from models.writer import save
-from splitc.compiler import compile_model, plan_model
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.packaging.engine_entries import is_left_alone, written_entry
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.products import Product
 from tests.conftest import LAYER, Arrays
 from tests.helpers.blocks import Block
+from tests.helpers.mixtures import mixture
+from tests.helpers.needs import need_experts
 
 # All axes are of one size: where sizes differ, a weight in the wrong layout is an error and no wrong result.
 SIZE = 6
@@ -186,6 +188,17 @@ def test_package_has_only_those_shared_that_may_be(tmp_path: Path) -> None:
     (engine,) = read_manifest(tmp_path / "package").ranks[0].engines
     assert engine.weights is not None
     assert [weight.name for weight in engine.weights] == ["M"]
+
+
+@pytest.mark.parametrize(("device", "shares"), [("cpu0", True), ("cuda0", False)])
+def test_weights_that_gpus_copy_are_no_session_s_to_share(device: str, shares: bool, tmp_path: Path) -> None:
+    """QMoE's kernel has another layout: the session's own weights are freed, and shared ones would be held beside."""
+    need_experts("quantized")
+    save(mixture("quantized").model(), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", engine="onnxruntime", memory=("1GiB",))
+    compile_model(plan_model(tmp_path / "model.onnx", [device], request), tmp_path / "package", verify=False)
+    (engine,) = read_manifest(tmp_path / "package").ranks[0].engines
+    assert (engine.weights is not None) == shares
 
 
 def test_products_of_any_number_of_rows_are_listed() -> None:
