@@ -154,11 +154,12 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    axes, dtype = sizes.axes(norm.data), norm.source.dtype
+    axes = sizes.axes(norm.data)
+    if axes is not None and not _has_row(norm, axes, sizes):
+        norm = norm.without_weights
+    dtype = norm.source.dtype
     if axes is None or dtype is None or norm.output.dtype is None or norm.normal.dtype is None:
         raise NotFusedError("its shape or its type is not known")
-    if not _has_row(norm, axes, sizes):
-        norm = norm.without_weights
     size = axes[-1].fixed
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")

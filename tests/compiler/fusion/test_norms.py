@@ -69,6 +69,8 @@ def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
     check(written(POWER + MEAN + RECIPROCAL + after, "float16", "float16"), tmp_path, 4e-3)
     before = "wide = Mul (normal, weights)  y = Cast <to = 10> (wide)"
     check(written(POWER + MEAN + RECIPROCAL + before, "float16"), tmp_path, 4e-3)
+    number = f"weight = Constant <value_floats = [1.5]> ()  {before.replace('weights', 'weight')}"
+    check(written(POWER + MEAN + RECIPROCAL + number, "float16"), tmp_path, 4e-3)
 
 
 def of_halves(weights: str) -> onnx.ModelProto:
