@@ -62,7 +62,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
     Raises NotFusedError, before any change, if the parts are not columns of known numbers.
     """
-    axes, columns = sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
+    bias, axes, columns = divided.bias, sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
     if axes is None or any(own is None for own in columns):
         raise NotFusedError("the sizes of its parts are not known")
     if producer_of(divided.parts[0]).attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
@@ -72,6 +72,9 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     counts = [own[-1].fixed for own in columns if own is not None]
     if None in counts:
         raise NotFusedError("the sizes of its parts are dynamic")
+    stored = [tensor_of(divided.weight).shape[divided.axis], *([] if bias is None else tensor_of(bias).shape)]
+    if any(size != axes[-1].fixed for size in stored):
+        raise NotFusedError("its bias or its weight has one number for all columns")
     start = 0
     for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
         assert count is not None

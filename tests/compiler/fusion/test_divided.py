@@ -37,7 +37,7 @@ def written(body: str, dtype: str = "float", **wide: int) -> onnx.ModelProto:
     random = np.random.default_rng(0)
     kind = np.float32 if dtype == "float" else np.float16
     stored = (4 * SIZE, SIZE) if "(w)" in body else (SIZE, 4 * SIZE)
-    for name, shape in {"w": stored, "b": (4 * SIZE,), "v": (2 * SIZE, SIZE)}.items():
+    for name, shape in {"w": stored, "b": (4 * SIZE,), "one": (1,), "column": (SIZE, 1), "v": (2 * SIZE, SIZE)}.items():
         array = random.standard_normal(shape).astype(kind) / 4
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model
@@ -71,6 +71,9 @@ def test_each_part_has_a_product_of_its_own(tmp_path: Path, body: str, parts: in
 
 ALONG_ROWS = """q = MatMul (x, w)  a, g = Split <axis = 0, num_outputs = 2> (q)  k = Mul (a, g)
     f, h = Split <axis = -1, num_outputs = 2> (k)  y = MatMul (f, v)"""
+ONE_BIAS = GATED.replace("Add (p, b)", "Add (p, one)")
+ONE_COLUMN = GATED.replace("(x, w)", "(x, column)")
+ONE_NUMBER = "its bias or its weight has one number for all columns"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,10 @@ ALONG_ROWS = """q = MatMul (x, w)  a, g = Split <axis = 0, num_outputs = 2> (q) 
     [
         (GATED, 11, "it has too few rows for several products to be faster"),
         (ALONG_ROWS, 0, "its Split is not along the last axis"),
+        (ONE_BIAS, 0, ONE_NUMBER),
+        (ONE_COLUMN, 0, ONE_NUMBER),
     ],
-    ids=["few rows", "rows"],
+    ids=["few rows", "rows", "one bias", "one column"],
 )
 def test_what_is_not_divided_says_why(tmp_path: Path, body: str, rows: int, why: str) -> None:
     (outcome,) = fused(written(body), tmp_path, rows).outcomes
