@@ -21,13 +21,14 @@ WIDER = {
     **dict.fromkeys(HALVES, (WIDE,)),
     ir.DataType.BOOL: (ir.DataType.UINT8, _INT32, _DOUBLE),
     **dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16), (_INT32, _INT64, _DOUBLE)),
-    _INT32: (_INT64, _DOUBLE),
+    **dict.fromkeys((_INT32, ir.DataType.UINT32), (_INT64, _DOUBLE)),
 }
 # The operators that compute the same in a wider type, other than halves: they compare, choose or move.
 EXACT = frozenset(
     {
         *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Clip"),
         *("DepthToSpace", "SpaceToDepth", "GatherND", "Pad", "ReduceMax", "ReduceMin", "Tile", "Where"),
+        *("ArgMax", "ArgMin", "Relu"),
     }
 )
 

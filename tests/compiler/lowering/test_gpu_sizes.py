@@ -129,12 +129,15 @@ def masked(block: Block, x: ir.Value) -> None:
 
 
 def narrow(block: Block, x: ir.Value) -> None:
-    """Numbers of 8 and of 32 bits."""
+    """Numbers of 8 and of 32 bits, with a sign or without."""
     small = block.op("Cast", block.op("Mul", x, block.constant(9.0, np.float32)), to=ir.DataType.INT8)
-    most = block.op("Max", small, block.op("Neg", small))
+    most = block.op("Relu", block.op("Max", small, block.op("Neg", small)))
     places = block.constant([[0, 1]], np.int64)
     picked = block.op("GatherND", block.op("Cast", most, to=ir.DataType.INT32), places)
-    above = block.op("Cast", block.op("Greater", small, most), to=ir.DataType.INT32)
+    greater = block.op("Greater", small, most)
+    count = block.op("Where", greater, *(block.op("Cast", one, to=ir.DataType.UINT32) for one in (most, picked)))
+    first = block.op("ArgMax", most, axis=1)
+    above = block.op("Cast", block.op("Add", first, block.op("Cast", count, to=7)), to=ir.DataType.INT32)
     bounded = block.op("Clip", block.op("Add", above, picked), block.constant(1, np.int32))
     block.give(bounded, shape=["n", 8], dtype=ir.DataType.INT32)
 
