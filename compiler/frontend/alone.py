@@ -84,6 +84,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
         part = with_own_tensors(view_of(graph, inputs, asked, nodes))
         for copy, value in zip(part.inputs, inputs, strict=True):
             copy.shape = ir.Shape(known[value].shape)
+            copy.type = copy.type or ir.TensorType(ir.DataType.from_numpy(known[value].dtype))  # a body need not say it
         for value in (value for node in part for value in node.outputs):
             value.shape = None  # it may be of the planned sizes
         feeds = {value.name: known[value] for value in inputs}

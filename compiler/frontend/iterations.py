@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.matching import constant_numbers, source_through
+from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.registry import operator_of
@@ -26,13 +26,11 @@ LEADING, GOES_ON = 2, 1
 
 def iterations(loop: ir.Node, most: int) -> int:
     """How often a Loop runs; 0 if that depends on a request, or if it is more than `most`."""
-    given = loop.inputs[0]
-    if given is not None and given.name:
-        (count,) = constant_numbers(given) or [0]
-    else:
-        count = most + 1
+    given, outer = loop.inputs[0], loop.graph
+    assert isinstance(outer, ir.Graph)
+    count = most + 1 if given is None or not given.name else _number(given, outer)
     if count and not goes_on(loop):
-        count = _counted(loop, min(count, most + 1))
+        count = _counted(loop, outer, min(count, most + 1))
     return count if count <= most else 0
 
 
@@ -57,24 +55,26 @@ def _is_true(condition: ir.Value | None) -> bool:
     return tensor is not None and bool(np.all(tensor.numpy()))
 
 
-def _counted(loop: ir.Node, most: int) -> int:
+def _number(value: ir.Value, graph: ir.Graph) -> int:
+    """A number of the main graph; 0 if it is computed from more than constants."""
+    try:
+        known = _known([value], (), graph)
+    except ERRORS:
+        known = None
+    return 0 if known is None else int(known[value].item())
+
+
+def _counted(loop: ir.Node, outer: ir.Graph, most: int) -> int:
     """How many of `most` iterations run until the condition ends the Loop; 0 if that depends on more than counters."""
-    body, outer = loop.attributes["body"].as_graph(), loop.graph
-    assert isinstance(outer, ir.Graph)
+    body = loop.attributes["body"].as_graph()
     places = _deciding(body)
     begins, ends = [loop.inputs[place] for place in places], [body.outputs[place - 1] for place in places]
     wanted = [*ends, *(value for value in begins if value is not None)]
-    nodes = _above(wanted, body.inputs)
-    read = {*wanted, *_reads(nodes)} - {*body.inputs}
-    tensors = {value: tensor for value in read if (tensor := known_tensor(value)) is not None}
-    known = {value: tensor.numpy() for value, tensor in tensors.items() if tensor.size <= LONGEST}
-    computed = {value for node in nodes for value in node.outputs}
-    if not read <= known.keys() | computed or not all(operator_of(node).shape_arithmetic for node in nodes):
-        return 0
-    outside = [value for value in read - known.keys() if value.graph is outer]
-    body.opset_imports.update(outer.opset_imports)  # a subgraph names none
     try:
-        known |= zip(outside, run_part(outer, known, outside), strict=True)
+        known = _known(wanted, body.inputs, outer)
+        if known is None:
+            return 0
+        body.opset_imports.update(outer.opset_imports)  # a subgraph names none
         states = [np.array(True) if value is None else known[value] for value in begins]
         for number in range(most):
             if not np.all(states[0]):
@@ -84,6 +84,22 @@ def _counted(loop: ir.Node, most: int) -> int:
     except ERRORS:
         return 0
     return most
+
+
+def _known(wanted: Sequence[ir.Value], given: Collection[ir.Value], outer: ir.Graph) -> dict[ir.Value, Array] | None:
+    """All values of the graph `outer` that are read to compute the wanted ones, and these, if they are in it.
+
+    None if they are computed from more than short constants, and the `given` values. Raises ONNX Runtime's errors.
+    """
+    nodes = _above(wanted, given)
+    read = {*wanted, *_reads(nodes)} - {*given}
+    tensors = {value: tensor for value in read if (tensor := known_tensor(value)) is not None}
+    known = {value: tensor.numpy() for value, tensor in tensors.items() if tensor.size <= LONGEST}
+    computed = {value for node in nodes for value in node.outputs}
+    if not read <= known.keys() | computed or not all(operator_of(node).shape_arithmetic for node in nodes):
+        return None
+    outside = [value for value in read - known.keys() if value.graph is outer]
+    return known | dict(zip(outside, run_part(outer, known, outside), strict=True))
 
 
 def _deciding(body: ir.Graph) -> list[int]:

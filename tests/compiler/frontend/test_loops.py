@@ -91,8 +91,11 @@ WRITTEN = {
     "loop": LAYERS.format(goes_on=ON, loop="count, yes"),
     "no condition": LAYERS.format(goes_on=ON, loop="count, "),
     "constant condition": LAYERS.format(goes_on="goes_on = Identity (yes)", loop="count, yes"),
+    # As onnxscript writes a Python loop: the number of iterations is computed, and inner values have no types.
+    "computed number": LAYERS.format(goes_on=ON, loop="squeezed, ").replace("z =", "squeezed = Squeeze (count)  z ="),
     "compared number": LAYERS.format(goes_on="goes_on = Less (i, three)", loop=", yes"),
     "counter": COUNTER,
+    "counter without types": COUNTER.replace("int32 at, int32 until, float[n, 16] h)", "at, until, h)"),
     "scan": SCAN.format(axes=""),
     "scan with axes": SCAN.format(axes=", scan_input_axes = [0, 0], scan_output_directions = [0]"),
 }
