@@ -1,7 +1,7 @@
 """Lists that a loop appends to, and that are stacked behind it, become what the loop stacks by itself: a scan output.
 
-TorchScript writes so a module that lists the outputs of its steps. Of a list not even the number of axes is inferred,
-so nothing behind it could be split.
+TorchScript writes so a module that lists the outputs of its steps, and torch's newer exporter an EmbeddingBag: it joins
+the row of each bag. Of a list not even the number of axes is inferred, so nothing behind it could be split.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.inference import inner_shapes
 from splitc.compiler.frontend.iterations import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.frontend.sequences import Shapes
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,30 @@ class _List:
 
     - `place`: its number among the states.
     - `append`: the node that appends to it.
-    - `item`, `rank`: what is appended, and its number of axes.
-    - `stacks`: the nodes that stack the list.
+    - `item`, `shape`: what is appended, and its shape.
+    - `stacks`: the nodes that stack the list, or join items with one element along an axis there.
     """
 
     place: int
     append: ir.Node
     item: ir.Value
-    rank: int
+    shape: ir.Shape
     stacks: tuple[ir.Node, ...]
 
 
-def stack_in_loops(graph: ir.Graph) -> None:
+def stack_in_loops(model: ir.Model) -> None:
     """Replace the lists of loops by scan outputs, in place."""
-    for loop in [node for node in graph if is_onnx(node, "Loop")]:
-        lists = [one for place in range(len(loop.inputs) - LEADING) if (one := _list_of(loop, place)) is not None]
-        if lists:
-            _stack(loop, lists, Editor(graph))
+    loops = [node for node in model.graph if is_onnx(node, "Loop")]
+    if not any(is_onnx(node, "ConcatFromSequence") for node in model.graph) or not loops:
+        return
+    shapes = inner_shapes(model)
+    for loop in loops:
+        places = range(len(loop.inputs) - LEADING)
+        if lists := [one for place in places if (one := _list_of(loop, place, shapes)) is not None]:
+            _stack(loop, lists, Editor(model.graph))
 
 
-def _list_of(loop: ir.Node, place: int) -> _List | None:
+def _list_of(loop: ir.Node, place: int, shapes: Shapes) -> _List | None:
     """The state of a loop, if it begins empty, each iteration appends one item, and its readers only stack it."""
     body, made = loop.attributes["body"].as_graph(), loop.outputs[place]
     state, result = body.inputs[LEADING + place], body.outputs[GOES_ON + place]
@@ -50,14 +56,40 @@ def _list_of(loop: ir.Node, place: int) -> _List | None:
     is_only_appended = len(state.uses()) == 1 and not result.uses() and list(body.outputs).count(result) == 1
     starts_empty = made_by(loop.inputs[LEADING + place], "SequenceEmpty") is not None
     item, readers = append.inputs[1], tuple(node for node, _ in made.uses())
-    if not is_only_appended or not starts_empty or made.is_graph_output() or item is None or item.shape is None:
+    if not is_only_appended or not starts_empty or made.is_graph_output() or item is None:
         return None
-    stacks = all(node.graph is loop.graph and _is_stack(node) for node in readers)
-    return _List(place, append, item, len(item.shape), readers) if stacks else None
+    shape = _shape_of(item, shapes)
+    if shape is None or not all(node.graph is loop.graph and _is_stack(node, shape) for node in readers):
+        return None
+    return _List(place, append, item, shape, readers)
 
 
-def _is_stack(node: ir.Node) -> bool:
-    return is_onnx(node, "ConcatFromSequence") and node.attributes.get_int("new_axis", 0) == 1
+def _shape_of(item: ir.Value, shapes: Shapes) -> ir.Shape | None:
+    """The shape of what is appended. Sizes of a row that one branch of an If knows hold for both: rows are joined."""
+    shape, made = shapes.get(item.name, item.shape), made_by(item, "If")
+    for branch in [] if made is None else made.attributes.values():
+        other = branch.as_graph().outputs[0].shape
+        if shape is not None and other is not None and len(other) == len(shape):
+            pairs = zip(shape[1:], other[1:], strict=True)
+            shape = ir.Shape([*shape[:1], *(one if isinstance(one, int) else two for one, two in pairs)])
+    return shape
+
+
+def _is_stack(node: ir.Node, shape: ir.Shape) -> bool:
+    """Whether a node stacks items of this shape, or joins items of one row, of which all but one size are known."""
+    if not is_onnx(node, "ConcatFromSequence") or _adds_axis(node):
+        return is_onnx(node, "ConcatFromSequence")
+    is_first = len(shape) > 0 and node.attributes["axis"].as_int() in (0, -len(shape))
+    return is_first and shape[0] == 1 and _row(shape).count(-1) <= 1
+
+
+def _row(shape: ir.Shape) -> list[int]:
+    """The sizes of a row, behind the first axis; -1 for those that are not known."""
+    return [size if isinstance(size, int) else -1 for size in shape[1:]]
+
+
+def _adds_axis(node: ir.Node) -> bool:
+    return node.attributes.get_int("new_axis", 0) == 1
 
 
 def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
@@ -66,8 +98,9 @@ def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
     for one in sorted(lists, key=lambda one: -one.place):
         del body.inputs[LEADING + one.place], body.outputs[GOES_ON + one.place]
     for one in lists:
-        item = editor.before(one.append, "Identity", one.item)
-        item.type, item.shape = one.item.type, one.item.shape
+        item, result = editor.before(one.append, "Identity", one.item), one.append.outputs[0]
+        item.name, result.name = result.name, None  # names of its own might be those of values outside
+        item.type, item.shape = one.item.type, one.shape
         body.outputs.append(item)
         body.remove(one.append, safe=True)
     inputs = [value for number, value in enumerate(loop.inputs) if number - LEADING not in places]
@@ -82,7 +115,12 @@ def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
 
 
 def _put(node: ir.Node, stacked: ir.Value, one: _List, editor: Editor) -> None:
-    """Put a scan output, which is stacked along the first axis, in the place of a list that a node stacks."""
-    axis = node.attributes.get_int("axis", 0) % (one.rank + 1)
-    order = [*range(1, axis + 1), 0, *range(axis + 1, one.rank + 1)]
-    editor.replace(node, ir.node("Transpose", [stacked], {"perm": order}, name=node.name))
+    """Put a scan output, which is stacked along the first axis, in the place of a list that a node stacks or joins."""
+    if _adds_axis(node):
+        rank = len(one.shape) + 1
+        axis = node.attributes["axis"].as_int() % rank
+        order = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
+        new = ir.node("Transpose", [stacked], {"perm": order}, name=node.name)
+    else:
+        new = ir.node("Reshape", [stacked, editor.numbers(0, *_row(one.shape))], name=node.name)
+    editor.replace(node, new)

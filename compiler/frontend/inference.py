@@ -189,9 +189,10 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
 def _with_constants_inside(model: ir.Model) -> ir.Model:
     """Copy short constants into the subgraphs that read them, in place.
 
-    ONNX's own inference evaluates sizes that are computed in a subgraph, but does not see constants outside it.
+    ONNX's own inference evaluates sizes that are computed in a subgraph, but does not see constants outside it. A copy
+    must not have the name of any value outside, whose shape would contradict its own.
     """
-    for node in all_nodes(model.graph):
+    for place, node in enumerate(list(all_nodes(model.graph))):
         if node.graph is model.graph or node.graph is None:
             continue
         for number, value in enumerate(node.inputs):
@@ -199,6 +200,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
                 continue
             if value.const_value.size <= MOST_SIZES:
                 constant = ir.node("Constant", [], {"value": value.const_value})
+                constant.outputs[0].name = f"{value.name}/inside{place}.{number}"
                 node.graph.insert_before(node, constant)
                 node.replace_input_with(number, constant.outputs[0])
     return model
@@ -219,6 +221,12 @@ def shapes_by_onnx(model: ir.Model) -> dict[str | None, ir.Shape]:
     graph = inferred_by_onnx(model.clone()).graph
     values = chain(graph.inputs, graph.initializers.values(), (value for node in graph for value in node.outputs))
     return {value.name: value.shape for value in values if value.shape is not None}
+
+
+def inner_shapes(model: ir.Model) -> dict[str | None, ir.Shape]:
+    """The shapes of computed values by name, as by `shapes_by_onnx`, also of those in subgraphs."""
+    nodes = all_nodes(inferred_by_onnx(_with_constants_inside(model.clone())).graph)
+    return {value.name: value.shape for node in nodes for value in node.outputs if value.shape is not None}
 
 
 def inferred_by_onnx(model: ir.Model) -> ir.Model:

@@ -46,7 +46,7 @@ def lift(model: ir.Model) -> None:
         name_apart(model)  # a lifted value may have the name of a value in another branch
     unroll_loops(model)
     unroll_maps(model)
-    stack_in_loops(model.graph)
+    stack_in_loops(model)
     replace_cast_like(model)
     unwrap_optionals(model)
     fold_constants(model.graph)
