@@ -26,13 +26,18 @@ GROWING = frozenset({"Add", "Ceil", "Div", "Floor", "Max", "Min", "Mul"})
 
 
 def _not_beyond(rule: Rule) -> Rule:
-    """The rule of Slice, corrected: a constant end may lie beyond the end of a dynamic axis."""
+    """The rule of Slice, corrected: a constant end may lie beyond the end of a dynamic axis, and other axes than those
+    that are named stay whole, also if bounds are computed."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
         data, output = node.inputs[0], node.outputs[0]
         if data is None or data.shape is None or output.shape is None:
             return
+        whole, made = data.shape, output.shape
+        axes = constant_numbers(node.inputs[3]) if len(node.inputs) > 3 else None
+        named = range(len(whole)) if axes is None else [axis % len(whole) for axis in axes]
+        output.shape = ir.Shape([made[axis] if axis in named else whole[axis] for axis in range(len(whole))])
         pairs = list(zip(data.shape, output.shape, strict=True))
         if any(isinstance(size, ir.SymbolicDim) and isinstance(cut, int) and cut > 1 for size, cut in pairs):
             sizes = [_least(size, cut) for size, cut in pairs]

@@ -16,6 +16,7 @@ from splitc.compiler.frontend.directions import join_directions
 from splitc.compiler.frontend.einsums import multiply_by_matrices
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
+from splitc.compiler.frontend.loop_lookups import look_up_before_loops
 from splitc.compiler.frontend.loops import unroll_loops
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
@@ -44,6 +45,7 @@ def lift(model: ir.Model) -> None:
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         name_apart(model)  # a lifted value may have the name of a value in another branch
+    look_up_before_loops(model.graph)
     unroll_loops(model)
     unroll_maps(model)
     stack_in_loops(model)

@@ -148,6 +148,17 @@ def test_forms_of_old_opsets_without_a_rule_are_observed(write_model: WriteModel
     assert [str(size) for size in facts["z"][0]] == ["n", "2", "3"]
 
 
+def test_axes_that_a_slice_does_not_name_keep_their_sizes(write_model: WriteModel) -> None:
+    """All were taken for unknown where its bounds depend on a request."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4, 6] x, int64[1] i, int64[1] j) => (float[n, k, 6] y)
+        <int64[1] axes = {-2}>
+        { cut = Slice (x, i, j, axes)  y = Relu (cut) }"""
+    )
+    first, middle, end = inferred(path)["cut"][0]
+    assert (str(first), end) == ("n", 6) and middle not in (4, "n")
+
+
 def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
     model = read_graph(decoder).model
     infer_shapes(model)
