@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -18,6 +18,9 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import check_external_data
 from splitc.compiler.frontend.protos import Contents, contents_of, inner_graphs
 from splitc.runtime.engines.onnx_session import too_large
+
+# Names outside a subgraph, each with its weight; with an empty tensor for other values.
+_Names = Mapping[str, onnx.TensorProto]
 
 
 def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, frozenset[Path]]:
@@ -35,7 +38,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     _list_once(proto.graph)
     _declare_alike(proto.graph)
     _check_maps(proto.graph, path)
-    for graph, outside in _graphs(proto.graph, frozenset()):
+    for graph, outside in _graphs(proto.graph, {}):
         _check_names(graph, path, outside)
     _check_operators(proto, contents)
     return proto, check_external_data(contents, path, trusts_data)
@@ -82,11 +85,12 @@ def _check_texts(contents: Contents, path: Path) -> None:
             raise ModelError(f"{path}: the name {text!r} of a node or value is not UTF-8")
 
 
-def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:
+def _graphs(graph: onnx.GraphProto, outside: _Names) -> Iterator[tuple[onnx.GraphProto, _Names]]:
     """A graph and its subgraphs, each with the names that are visible from outside."""
     yield graph, outside
-    given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    made = chain((value.name for value in graph.input), chain.from_iterable(node.output for node in graph.node))
+    names = {**outside, **weights, **dict.fromkeys(made, onnx.TensorProto())}
     for inner in chain.from_iterable(map(inner_graphs, graph.node)):
         yield from _graphs(inner, names)
 
@@ -129,11 +133,12 @@ def _check_maps(graph: onnx.GraphProto, path: Path) -> None:
             )
 
 
-def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:
+def _check_names(graph: onnx.GraphProto, path: Path, outside: _Names) -> None:
     """Raise ModelError if two values have one name, which tools resolve differently.
 
     (An input may have an initializer of the same name, its default.) Of two weights with the same name, ONNX Runtime
-    takes the first if they are large, and the last if they are small.
+    takes the first if they are large, and the last if they are small. Equal ones may have one name: onnxslim copies
+    weights into subgraphs.
     """
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name
@@ -142,16 +147,20 @@ def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) ->
     made = Counter(name for node in graph.node for name in node.output if name)
     given = weights.keys() | {value.name for value in graph.input}
     twice = [name for name, count in made.items() if count > 1 or name in given]
-    twice += [name for name, count in weights.items() if name in outside or (count > 1 and _differ(graph, name))]
+    twice += [
+        name for name, count in weights.items() if (count > 1 or name in outside) and _differ(graph, name, outside)
+    ]
     if twice:
         raise ModelError(
             f"{path}: '{sorted(twice)[0]}' is the name of two values in '{graph.name}': give one of them another"
         )
 
 
-def _differ(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether the weights of this name differ."""
-    return len({tensor.SerializeToString() for tensor in graph.initializer if tensor.name == name}) > 1
+def _differ(graph: onnx.GraphProto, name: str, outside: _Names) -> bool:
+    """Whether the weights of this name differ from each other, or from what has the name outside."""
+    tensors = [tensor for tensor in graph.initializer if tensor.name == name]
+    others = [outside[name]] if name in outside else []
+    return len({tensor.SerializeToString() for tensor in (*tensors, *others)}) > 1
 
 
 @cache

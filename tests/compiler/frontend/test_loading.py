@@ -23,7 +23,9 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.packaging import package
 from splitc.compiler.packaging.writer import PackageWriter
+from splitc.runtime import Session
 from splitc.runtime.cli.app import app
+from tests.conftest import LAYER, run_whole
 from tests.helpers.command import splitc
 
 WriteModel = Callable[[str], Path]
@@ -352,18 +354,31 @@ def test_value_that_is_made_twice(tmp_path: Path) -> None:
         read_model(tmp_path / "model.onnx")
 
 
-def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel) -> None:
+BRANCH = """<ir_version: 8, opset_import: ["" : 17]>
+    g ({inputs}) => (float[2] y) <float[2] w = {{1, 2}}>
+    {{ a = Add(x, w)
+      y = If(c) <
+        then_branch = t () => (float[2] u) <float[2] w = {{{inner}}}> {{ u = Mul(a, w) }},
+        else_branch = e () => (float[2] v) {{ v = Identity(a) }} > }}"""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "inner"), [("float[2] x, bool c", "3, 4"), ("float[2] x, bool c, float[2] w", "1, 2")]
+)
+def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel, inputs: str, inner: str) -> None:
     """ONNX Runtime takes the outer weight; ONNX defines that the inner one counts."""
-    path = write_model(
-        """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}>
-        { a = Add(x, w)
-          y = If(c) <
-            then_branch = t () => (float[2] u) <float[2] w = {3, 4}> { u = Add(a, w) },
-            else_branch = e () => (float[2] v) { v = Identity(a) } > }"""
-    )
     with pytest.raises(ModelError, match=r"'w' is the name of two values in 't'"):
-        read_model(path)
+        read_model(write_model(BRANCH.format(inputs=inputs, inner=inner)))
+
+
+def test_weight_that_is_copied_into_a_branch(write_model: WriteModel, tmp_path: Path) -> None:
+    """As onnxslim writes loops."""
+    path = write_model(BRANCH.format(inputs="float[2] x, bool c", inner="1, 2"))
+    compile_model(plan_model(path, ["cpu0"], LAYER), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        for branch in (True, False):
+            feeds = {"x": np.array([3, 4], np.float32), "c": np.array(branch)}
+            np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(path, feeds)["y"])
 
 
 def test_sparse_weight_is_refused_by_name(tmp_path: Path) -> None:
