@@ -113,6 +113,10 @@ BFLOAT16 = frozenset(
     }
 )
 
+# The activations that cuDNN's recurrent networks have, attributes that they lack, and the input for peepholes.
+RECURRENT = {"GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh"), "RNN": ("tanh",)}
+UNKNOWN_TO_CUDNN = frozenset({"activation_alpha", "activation_beta", "clip"})
+PEEPHOLES = 7
 # Operators whose versions after this opset have no kernels.
 LAST_OPSET = 21
 ENDED = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
@@ -134,13 +138,34 @@ def host_inputs(node: ir.Node) -> tuple[int, ...]:
     return HOST_INPUTS.get(operator_name(node), ())
 
 
+def _is_left_to_the_cpu(node: ir.Node) -> bool:
+    """Whether ONNX Runtime gives a node to its CPU provider for its attributes, though its operator has a CUDA kernel.
+
+    From GetCapability in cuda_execution_provider.cc, and seen on an H200 with ONNX Runtime 1.31.
+    """
+    name, given = operator_name(node), node.attributes
+    if name in ("ArgMax", "ArgMin"):
+        return given.get_int("select_last_index", 0) != 0
+    if name == "ConvTranspose":
+        pads = list(given.get_ints("pads", ()))
+        return pads[: len(pads) // 2] != pads[len(pads) // 2 :]
+    if (usual := RECURRENT.get(name)) is None:
+        return False
+    activations = [activation.lower() for activation in given.get_strings("activations", ())]
+    if activations != [*usual, *usual][: len(activations)] or not given.keys().isdisjoint(UNKNOWN_TO_CUDNN):
+        return True
+    if name == "GRU":
+        return not given.get_int("linear_before_reset", 0)
+    return given.get_int("input_forget", 0) != 0 or any(node.inputs[PEEPHOLES : PEEPHOLES + 1])
+
+
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
     """Whether ONNX Runtime has a CUDA kernel for the node. `dtype` is the type of its `typed_input`, if known."""
     name = operator_name(node)
     if name in MISSING or name.startswith(MISSING_FROM) or is_too_new(node):
         return False
-    if name == "GRU" and not node.attributes.get_int("linear_before_reset", 0):
-        return False  # cuDNN has only the other form
+    if _is_left_to_the_cpu(node):
+        return False
     if name == GROUPED and all(any(node.inputs[place : place + 1]) for place in SINKS_AND_BIAS):
         return False  # kernels that support sinks take no bias
     if dtype == ir.DataType.BFLOAT16 and not node.domain:

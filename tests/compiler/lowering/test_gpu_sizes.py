@@ -17,6 +17,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.origins import note_sizes, stand_for
 from splitc.compiler.lowering.cpu_values import place_values, why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.compiler.operators.gpu_kernels import has_gpu_kernel
 from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import run_whole
@@ -238,6 +239,34 @@ def test_control_flow_and_missing_kernels_are_named() -> None:
     assert why_not_captured(graph(node, x)) == "If 'y' is control flow"
     x = ir.val("x", ir.DataType.FLOAT, [8])
     assert why_not_captured(graph(ir.node("NonZero", [x]), x)) == "NonZero 'y' has as many elements as its data decide"
+
+
+@pytest.mark.parametrize(
+    ("operator", "attributes", "is_left"),
+    [
+        ("ArgMax", {}, False),
+        ("ArgMax", {"select_last_index": 1}, True),
+        ("ConvTranspose", {"pads": [1, 0, 1, 0]}, False),
+        ("ConvTranspose", {"pads": [0, 0, 1, 1]}, True),
+        ("LSTM", {"activations": ["Sigmoid", "Tanh", "Tanh"] * 2, "direction": "bidirectional"}, False),
+        ("LSTM", {"activations": ["Sigmoid", "Relu", "Tanh"]}, True),
+        ("LSTM", {"clip": 3.0}, True),
+        ("LSTM", {"input_forget": 1}, True),
+        ("GRU", {}, True),
+        ("GRU", {"linear_before_reset": 1}, False),
+        ("RNN", {"activations": ["Relu"]}, True),
+    ],
+)
+def test_nodes_that_onnxruntime_leaves_to_the_cpu(operator: str, attributes: dict[str, Any], is_left: bool) -> None:
+    """As an H200 showed. cuDNN lacks these forms."""
+    node = ir.node(operator, [ir.val(name, ir.DataType.FLOAT, [4, 4]) for name in "xwr"], attributes)
+    assert has_gpu_kernel(node, ir.DataType.FLOAT) != is_left
+
+
+def test_peepholes_are_left_to_the_cpu() -> None:
+    inputs = [ir.val(name, ir.DataType.FLOAT, [4, 4]) for name in "xwrblhcp"]
+    assert has_gpu_kernel(ir.node("LSTM", inputs[:7]), ir.DataType.FLOAT)
+    assert not has_gpu_kernel(ir.node("LSTM", inputs), ir.DataType.FLOAT)
 
 
 def test_arithmetic_on_sizes_needs_no_kernel() -> None:
