@@ -193,11 +193,10 @@ def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) ->
         )
     count = len(devices)
     if count % stages or count < 2 * stages:
-        many = count > 1
         raise MisuseError(
-            f"tensor mode needs groups of two devices or more, all of one size: {count} device{'s' * many} for blocks "
+            f"tensor mode needs groups of two devices or more, all of one size: {plural(count, 'device')} for blocks "
             f"({first_few([str(device) for device in devices])}) in {plural(stages, 'stage')} "
-            f"make{'s' * (not many)} none"
+            f"make{'s' * (count == 1)} none"
         )
 
 

@@ -385,11 +385,11 @@ def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Devi
     """
     devices, count = parse_devices(asked or manifest.devices), len(manifest.ranks)
     if len(devices) != count and not (manifest.replicas and len(devices) % count == 0):
-        has = f"the package has {plural(count, 'rank')}"
-        if manifest.replicas:
-            has = f"each replica of the package has {plural(count, 'rank')}"
+        owner = "each replica of the package" if manifest.replicas else "the package"
         named = "1 device is" if len(devices) == 1 else f"{len(devices)} devices are"
-        raise MisuseError(f"{has}, and {named} named for it: name one for each of them with -d")
+        raise MisuseError(
+            f"{owner} has {plural(count, 'rank')}, and {named} named for it: name one for each of them with -d"
+        )
     choose_engine(manifest.engine, devices)
     return devices
 
