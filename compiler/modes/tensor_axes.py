@@ -36,8 +36,7 @@ class TensorAxes:
     @property
     def islands(self) -> list[str]:
         """The names of the islands' outputs, in the model's order."""
-        name_of = {node: node.outputs[0].name or "" for node in (island.node for island in self.axis_map.islands)}
-        return [name_of[node] for node in self.axis_map.operations if node in name_of]
+        return [island.node.outputs[0].name or "" for island in self.axis_map.islands]
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,14 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
     plain = settle(analysis, count, NO_ISLANDS)
     islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.constant_bytes)
     apart = _apart(analysis)
-    possible = frozenset(island for island in islands if island.node not in apart)
+    possible = tuple(island for island in islands if island.node not in apart)
     if not possible:
         return plain
     shared = _best_candidates(*_candidates(analysis, frozenset(plain.broken.items()), possible))
-    worth = frozenset(island for islands, candidate in shared if is_worth(islands, candidate) for island in islands)
+    worth = {island for islands, candidate in shared if is_worth(islands, candidate) for island in islands}
     if not worth:
         return plain
-    axes = settle(analysis, count, worth)
+    axes = settle(analysis, count, tuple(island for island in possible if island in worth))
     return axes if _covered(axes) > _covered(plain) else plain
 
 
@@ -102,11 +101,11 @@ def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> list[tuple[li
         for side in crossing.sides:
             for atom in ax.atoms(side.after if crossing.place is not None else side.before):
                 owners[atom].add(islands[crossing.node])
-    shared, left = list[tuple[list[Island], Candidate]](), set(axis_map.islands)
+    shared, left = list[tuple[list[Island], Candidate]](), list(axis_map.islands)
     for candidate in candidates.by_gain:
-        if own := left & owners[candidate.atom]:
-            shared.append((list(own), candidate))
-            left -= own
+        if own := [island for island in left if island in owners[candidate.atom]]:
+            shared.append((own, candidate))
+            left = [island for island in left if island not in owners[candidate.atom]]
     return shared
 
 
@@ -122,7 +121,7 @@ def _covered(axes: TensorAxes) -> int:
 
 
 @remembered
-def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
+def settle(analysis: Analysis, count: int, islands: tuple[Island, ...]) -> TensorAxes:
     """The axes to shard over `count` ranks.
 
     If a node's rule does not hold when tried, the node is made opaque, and the axes are chosen again. Nodes with placed
@@ -142,7 +141,7 @@ def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> Tensor
 
 @remembered
 def _candidates(
-    analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: frozenset[Island]
+    analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: tuple[Island, ...]
 ) -> tuple[AxisMap, Candidates]:
     """The axes and candidates with these opaque nodes and islands, which do not depend on the number of ranks."""
     graph, costs = analysis.graph, analysis.costs

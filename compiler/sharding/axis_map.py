@@ -45,7 +45,7 @@ class Island:
 
 
 # For a model without islands.
-NO_ISLANDS: frozenset[Island] = frozenset()
+NO_ISLANDS: tuple[Island, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class AxisMap:
     operations: Mapping[ir.Node, Operation]
     axes: Mapping[ir.Value, Axes]
     bound: BoundShapes
-    islands: Collection[Island] = NO_ISLANDS
+    islands: tuple[Island, ...] = NO_ISLANDS
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once for each use."""
@@ -74,7 +74,7 @@ def find_axes(
     graph: Graph,
     bound: BoundShapes,
     opaque: Mapping[ir.Node, str] = MappingProxyType({}),
-    islands: Collection[Island] = NO_ISLANDS,
+    islands: tuple[Island, ...] = NO_ISLANDS,
     rules: Mapping[ir.Node, Callable[[Operation], None]] = MappingProxyType({}),
     states: Collection[State] = (),
 ) -> AxisMap:

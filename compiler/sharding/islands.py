@@ -28,8 +28,10 @@ JOINED = frozenset(
 )
 
 
-def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:
-    """The nodes that read large weights which a choice does not shard, as islands.
+def find_islands(
+    graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]
+) -> tuple[Island, ...]:
+    """The nodes that read large weights which a choice does not shard, as islands, in the model's order.
 
     `size` returns the bytes of a weight, or of a value that engines fold from weights.
     """
@@ -41,7 +43,7 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
         # A norm would need two collectives for a vector of weights.
         if node not in graph.constant and not operation.is_lookup and not operation.reduced
     )
-    return frozenset(island for island in islands if island is not None)
+    return tuple(island for island in islands if island is not None)
 
 
 def _island(

@@ -138,7 +138,7 @@ def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch:
 
     def second_product(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
         product = [node for node in analysis.graph.nodes if node.op_type == "MatMul"][-1]
-        return settle(analysis, count, frozenset([Island(product, ((0, 1),), ())]))
+        return settle(analysis, count, (Island(product, ((0, 1),), ()),))
 
     monkeypatch.setattr(tensor, "fast_axes", second_product)
     b = Block()
