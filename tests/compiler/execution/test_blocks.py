@@ -8,11 +8,16 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx_ir.passes.common import ShapeInferencePass
 
-from models.writer import Writer
+from models.writer import Writer, save
+from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.optimized import optimize
 from splitc.compiler.operators.operator import Shapes
+from tests.helpers.graphs import read_graph
 from tests.helpers.in_use import BYTES, assert_bytes_are_those_in_use
 from tests.helpers.needs import needs_later_operators
+from tests.helpers.profiles import named, profile, reads
 
 SHAPE = (1, 16, 96, BYTES // (4 * 16 * 96))
 FEEDS = {"x": np.ones(SHAPE, np.float32)}
@@ -111,3 +116,47 @@ def test_sums_of_images_whose_sizes_are_unknown_are_apart(tmp_path: Path) -> Non
         )
         ran = [INTO, "Conv", *middle[:1], "Conv", *middle[1:], OUT_OF]
         assert_bytes_are_those_in_use(images.w, FEEDS, tmp_path, ran, shapes)
+
+
+def inferred(node: ir.Node) -> tuple[Shapes, Shapes]:
+    """The shapes that the file has; () where a value has none."""
+
+    def own(value: ir.Value | None) -> tuple[int, ...]:
+        shape = value.shape if value is not None else None
+        return tuple(shape.numpy()) if shape is not None and shape.is_static() else ()
+
+    return [own(value) for value in node.inputs], [own(value) for value in node.outputs]
+
+
+def resized(images: Images, places: str, sizes: bool = False) -> ir.Value:
+    """Twice as high and three times as wide, as scales or as sizes say."""
+    w, image = images.w, images.conv(images.x)
+    scales = w.weight("scales", ir.tensor(np.array([1, 1, 2, 3], np.float32)))
+    wanted = w.weight("wanted", ir.tensor(np.array([1, 16, 2 * SHAPE[2], 3 * SHAPE[3]])))
+    asked = {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": places}
+    return w.op("Resize", image, None, *((None, wanted) if sizes else (scales,)), **asked)
+
+
+@pytest.mark.parametrize(
+    ("write", "kernels"),
+    [
+        (lambda i: i.w.op("Concat", i.conv(i.x), i.conv(i.x), axis=1), [INTO, "Conv", "Conv", "Concat", OUT_OF]),
+        (lambda i: i.w.op("GlobalAveragePool", i.conv(i.x)), [INTO, "Conv", "GlobalAveragePool", OUT_OF]),
+        (lambda i: resized(i, "asymmetric"), [INTO, "Conv", "Upsample", OUT_OF]),
+        (lambda i: resized(i, "asymmetric", sizes=True), [INTO, "Conv", "Upsample", OUT_OF]),
+        (lambda i: resized(i, "half_pixel"), [INTO, "Conv", OUT_OF, "Resize"]),
+    ],
+    ids=["joined", "global pool", "enlarged", "enlarged to sizes", "enlarged without a kernel for blocks"],
+)
+def test_images_of_other_sizes_stay_in_blocks(
+    tmp_path: Path, write: Callable[[Images], ir.Value], kernels: list[str]
+) -> None:
+    images = Images(known=True)
+    images.w.output(images.w.op("Elu", write(images)), "y", ir.DataType.FLOAT, ["n", "c", "h", "w"])
+    save(ShapeInferencePass()(named(images.w.model())).model, tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", FEEDS, tmp_path, optimized=True)
+    assert [event["args"]["op_name"] for event in events] == [*kernels, "Elu"]
+    graph = read_graph(tmp_path / "model.onnx")
+    own = EngineGraph(graph.nodes, reads, lambda value: BYTES, frozenset(graph.graph.outputs), shapes=inferred)
+    ours = [node.op_type.replace("Resize", "Upsample") for node in optimize(own, overwrites=True).order]
+    assert sorted(ours) == sorted(kernel.replace("Resize", "Upsample") for kernel in [*kernels, "Elu"])

@@ -70,6 +70,18 @@ def test_dequantized_data_are_computed_in_integers(tmp_path: Path, zero_point: i
     assert sorted(ours) == sorted(theirs) and len(ours) == (7 if zero_point == 0 else 10)
 
 
+@pytest.mark.parametrize(("most", "implied"), [(None, True), (30.0, True), (6.0, False)])
+def test_bounds_that_the_type_implies_are_no_node(tmp_path: Path, most: float | None, implied: bool) -> None:
+    """Bytes with a zero point of 0 and a scale of 0.1 lie from 0 to 25.5."""
+    q = Quantized()
+    w = q.w
+    image = w.op("Conv", q.rounded(w.input("x", FLOAT, ["n", 3, 32, 32])), q.weight("kernel", 16, 3, 3, 3))
+    bounds = [w.constant(bound, np.float32) for bound in (0.0, most) if bound is not None]
+    w.output(q.rounded(w.op("Clip", image, *bounds), 0), "y", FLOAT, ["n", 16, 30, 30])
+    theirs, ours = kernels_of(tmp_path, w, {"x": np.ones((2, 3, 32, 32), np.float32)})
+    assert sorted(ours) == sorted(theirs) and len(ours) == (3 if implied else 6)
+
+
 def test_what_no_kernel_computes_in_integers_is_dequantized(tmp_path: Path) -> None:
     q = Quantized()
     image = q.w.op("Erf", q.rounded(q.w.input("x", FLOAT, ["n", 64])))
