@@ -22,6 +22,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
 from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
+from splitc.compiler.lowering.even_pads import pad_evenly
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
 from splitc.compiler.lowering.fused_experts import fuse_experts
 from splitc.compiler.lowering.older_opset import use_older_opset
@@ -108,6 +109,8 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
     """Replace a node without a CUDA kernel by nodes with one, where the results are the same to the bit."""
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
+    if node.op_type == "ConvTranspose" and not node.domain:
+        pad_evenly(node, editor)
     value = node.inputs[0] if node.inputs else None
     if value is None or runs_on_gpu(node):
         return
