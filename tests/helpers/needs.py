@@ -20,6 +20,7 @@ needs_gated_experts = pytest.mark.skipif(
 IS_OLD = ort.__version__.startswith("1.23.")
 # Kernels and forms of operators that came later: DeformConv, opset 24, Max of bytes.
 needs_later_operators = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 lacks a form of an operator")
+needs_packed_weights = pytest.mark.skipif(IS_OLD, reason="MatMulNBits of ONNX Runtime 1.23 has no weight_prepacked")
 needs_empty_weights = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 divides by the size of an empty weight")
 needs_float8_outputs = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 gives no float8 as an output")
 # 1.23 holds more parts of a stack at a time while it loads: its peak is 15 % above the prediction.
@@ -32,4 +33,4 @@ needs_delta_net = pytest.mark.skipif(
 def need_experts(form: str) -> None:
     """Skip the test if ONNX Runtime has no kernel for this form of mixture."""
     if form == "quantized" and IS_OLD:
-        pytest.skip("QMoE of ONNX Runtime 1.23 wants the weights of SwiGLU, whatever its activation")
+        pytest.skip("QMoE of ONNX Runtime 1.23 wants the weights of SwiGLU, and is wrong without blocks")

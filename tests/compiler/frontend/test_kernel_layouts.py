@@ -16,6 +16,7 @@ from splitc.compiler.frontend.kernel_layouts import AMPERE, HOPPER, unpack, unpa
 from splitc.compiler.frontend.optional import mark_optional
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
+from tests.helpers.needs import need_experts, needs_packed_weights
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -80,6 +81,7 @@ def write(path: Path, bits: int, layout: int | None, blocks: bool = True, packed
 )
 def test_packed_experts_are_split(bits: int, layout: int | None, blocks: bool, mode: str, tmp_path: Path) -> None:
     """The package runs on CPU devices, is compared when it is compiled, and gives what ONNX's layout gives."""
+    need_experts("quantized")
     write(tmp_path / "model.onnx", bits, layout, blocks)
     write(tmp_path / "raw.onnx", bits, 0, blocks, packed=False)
     devices = ["cpu0"] if mode == "layer" else ["2xcpu"]
@@ -137,6 +139,7 @@ def write_products(path: Path, bits: int, layout: int) -> None:
     onnx.save(model, path)
 
 
+@needs_packed_weights
 @pytest.mark.parametrize(("bits", "layout"), [(4, AMPERE), (8, HOPPER)])
 def test_packed_products_are_split(bits: int, layout: int, tmp_path: Path) -> None:
     write_products(tmp_path / "model.onnx", bits, layout)

@@ -71,8 +71,19 @@ def write(
     shapes = {"w_query": (16, 24), "w_latent": (16, 10), "w_both": both, "w_out": (24, 16)}
     for name, shape in shapes.items():
         model.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape, np.float32) / 4, name))
+    save(model, path)
+
+
+def save(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model. The mask's columns are those of the past and of the new tokens, which no text can say."""
     model.graph.input[1].type.tensor_type.shape.dim[3].dim_param = "past + n"
     onnx.save(model, path)
+
+
+def printed(path: Path) -> str:
+    model = onnx.load(path)
+    model.graph.input[1].type.tensor_type.shape.dim[3].dim_param = "columns"
+    return onnx.printer.to_text(model)
 
 
 def feeds(new: int, past: int, batch: int = 1) -> dict[str, np.ndarray]:
@@ -101,14 +112,14 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
 def test_caches_may_have_no_axis_of_heads(tmp_path: Path) -> None:
     """As those of DeepSeek's own code. On GPUs they are concatenated too."""
     write(tmp_path / "model.onnx")
-    text = onnx.printer.to_text(onnx.load(tmp_path / "model.onnx")).replace("[b,1,past,", "[b,past,")
+    text = printed(tmp_path / "model.onnx").replace("[b,1,past,", "[b,past,")
     for name in ("latent", "place"):
         text = text.replace(f"new_{name}s = Unsqueeze (new_{name}, one)", f"new_{name}s = Identity (new_{name})")
     text = text.replace("[b,1,all,8]", "[b,all,8]").replace("[b,1,all,2]", "[b,all,2]")
     text = text.replace("Expand (all_places,", "Expand (heads_places,").replace(
         "shared =", "heads_places = Unsqueeze (all_places, one)  shared ="
     )
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     shapes = {name: array.shape for name, array in flat(feeds(2, 3)).items()}
     for device, why in (("cpu0", "engines for CPU devices"), ("cuda0", "of four axes each")):
         plan = plan_model(tmp_path / "model.onnx", [device], Request(split_mode="layer", shapes=shapes))
@@ -161,10 +172,10 @@ def test_what_stays_says_why(tmp_path: Path, why: str) -> None:
 def test_a_latent_of_new_tokens_alone_is_projected_once(tmp_path: Path) -> None:
     """There is nothing to project again."""
     write(tmp_path / "model.onnx", WHOLE)
-    text = onnx.printer.to_text(onnx.load(tmp_path / "model.onnx"))
+    text = printed(tmp_path / "model.onnx")
     for name in ("latents", "places"):
         text = text.replace(f"Concat <axis: int = -2> ({name}, new_{name})", f"Identity (new_{name})")
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     assert "latent" not in {outcome.kind for outcome in analyzed(tmp_path / "model.onnx").outcomes}
 
 

@@ -16,6 +16,7 @@ from onnx import helper
 
 from splitc.compiler import Request, plan_model
 from tests.helpers.blocks import SHARES, Block, check_rows, check_split
+from tests.helpers.needs import need_experts
 from tests.helpers.operators import HIDDEN, INNER, TWO, Middle, Tiny, check_operator, number, sandwich, softmax, stored
 
 
@@ -230,6 +231,8 @@ def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
+    if form == "experts with a scale a row":
+        need_experts("quantized")
     FORMS[form].check(tmp_path)
 
 
@@ -262,6 +265,7 @@ def test_experts_of_usual_sizes_are_split(
 
     The weights' file has a hole in place of gigabytes.
     """
+    need_experts("quantized")
     kinds = {"f": onnx.TensorProto.FLOAT16, "u": onnx.TensorProto.UINT8}
     weights: dict[str, tuple[str, tuple[int, ...]]] = {"R": ("f", (wide, experts))}
     for name, rows, columns in (("A", 2 * inner, wide), ("B", wide, inner)):

@@ -26,7 +26,9 @@ def test_freed_arrays_are_used_again_without_new_pages() -> None:
     with_it, after_loading, without = (
         int(output_of(FAULTS.format(call))) for call in ("keep_freed_arrays()", "with compact_heap(): pass", "")
     )
-    assert with_it < 100 < without, "less than one page an array"
+    if without < 100:
+        pytest.skip("this NumPy keeps freed arrays by itself")
+    assert with_it < 100, "less than one page an array"
     assert after_loading < 100
 
 
