@@ -20,7 +20,7 @@ from splitc.runtime.collectives.threads import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape
 from splitc.runtime.ranks.loop import Program, execute
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 @dataclass(frozen=True, eq=False)

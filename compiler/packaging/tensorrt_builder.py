@@ -29,8 +29,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.package.manifest import BuildOptions, Built
-from splitc.runtime.threads.executor import Executor
-from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.futures import Executor, first_error
 from splitc.runtime.threads.progress import telling
 from splitc.runtime.units import plural
 

@@ -13,8 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.lazy_tensors import CutTensor, Indices, JoinedTensor, as_slice, take
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.threads.executor import Executor
-from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.futures import Executor, first_error
 from splitc.runtime.threads.progress import Bytes, counting
 
 # The bytes that are cut, hashed and written at a time: they stay in a core's own cache meanwhile.

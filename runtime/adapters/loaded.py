@@ -15,8 +15,7 @@ import numpy as np
 from splitc.runtime.adapters.adapter import Adapter, LowRank, read_pair
 from splitc.runtime.adapters.adapter_files import adapter_of
 from splitc.runtime.adapters.asked import as_pairs, open_adapter, summed
-from splitc.runtime.adapters.held import HeldSum
-from splitc.runtime.adapters.kept import KeptSums
+from splitc.runtime.adapters.held import HeldSum, KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import AdapterError, blamed

@@ -21,8 +21,8 @@ from splitc.runtime.engines.variables import set_workspace
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure, attempt
+from splitc.runtime.threads.futures import Executor
 
 # NCCL's numbers of number types (ncclDataType_t) and of operations (ncclRedOp_t).
 _TYPES = {

@@ -17,7 +17,7 @@ from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out, size_of
 from splitc.runtime.gpu.weights import COPYING, make_value
 from splitc.runtime.package.manifest import Weight
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 class _Buffer:

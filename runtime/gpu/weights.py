@@ -19,7 +19,7 @@ import onnxruntime as ort
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.weight_places import lay_out, size_of
 from splitc.runtime.package.manifest import Weight
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 Bytes = npt.NDArray[np.uint8]
 # bfloat16, which DLPack has, but not CuPy: its code and CuPy's type.

@@ -20,7 +20,7 @@ from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.files.written import check_regular, is_replaced, written_whole
 from splitc.runtime.package.files import hash_package_file
 from splitc.runtime.package.manifest import File, Manifest
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 from splitc.runtime.threads.progress import Bytes, counting
 
 ALWAYS, ONCE, NEVER = WORDS = ("always", "once", "never")

@@ -19,8 +19,8 @@ from splitc.runtime.ranks.loaded import Setup, load_rank, reserve
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays, not_replayed
 from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest
-from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure, attempt, clear_frames
+from splitc.runtime.threads.futures import Executor
 
 # A request, a function to call, or None at the end.
 Work = InFlightRequest | Callable[[], None] | None

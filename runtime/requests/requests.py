@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from splitc.runtime.adapters.kept import KeptSums
+from splitc.runtime.adapters.held import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.feeds.named_sizes import NamedSizes

@@ -22,7 +22,7 @@ from splitc.runtime.serving.kept_sequences import SequenceStep
 from splitc.runtime.serving.metrics_page import Family, MetricsPage, Put
 from splitc.runtime.serving.prometheus_metrics import find_metric
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when types are checked

@@ -18,7 +18,7 @@ from splitc.runtime.serving.openai_requests import Asked, RequestError, read_ask
 from splitc.runtime.serving.served_package import ServedPackage, is_clients_fault
 from splitc.runtime.serving.texts import Question, Texts, TooLongError, Written
 from splitc.runtime.serving.tool_calls import Message
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 class UnknownModelError(MisuseError):

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.runtime.adapters.adapter_files import find_file
-from splitc.runtime.adapters.kept import KeptSums
+from splitc.runtime.adapters.held import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.adapters.peft_config import CONFIG
 from splitc.runtime.errors import MisuseError

@@ -20,7 +20,7 @@ from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, Sequenc
 from splitc.runtime.serving.serving_file import Serving, read_serving
 from splitc.runtime.serving.waits import Waits
 from splitc.runtime.session.session import Session
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 @dataclass(frozen=True)

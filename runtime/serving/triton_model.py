@@ -21,7 +21,7 @@ from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
 from splitc.runtime.serving.metrics_page import FAMILIES, Family, MetricsPage, Put
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.serving.serving_file import FILE_NAME
-from splitc.runtime.threads.executor import Executor
+from splitc.runtime.threads.futures import Executor
 
 
 class TritonPythonModel:

@@ -1,4 +1,4 @@
-"""Helpers for futures."""
+"""Futures whose waits signals end, and a pool of threads that a signal can't break."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, TimeoutError, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, TimeoutError, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -152,3 +152,19 @@ def then(future: Future[S], function: Callable[[S], T], withdraw: Callable[[], b
 
     future.add_done_callback(done)
     return result
+
+
+class Executor(ThreadPoolExecutor):
+    """A pool that no signal interrupts while it starts a thread.
+
+    The pool would not know of that thread, and Python's exit would wait for it for ever. It would also wait for a
+    thread whose future was left locked, so the futures are Answers.
+    """
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        with later_interrupts():
+            return then(super().submit(fn, *args, **kwargs), lambda made: made)
+
+    def map(self, fn: Callable[..., T], *iterables: Iterable[Any], **options: Any) -> Iterator[T]:
+        with later_interrupts():  # all begin, or none: they may wait for each other
+            return super().map(fn, *iterables, **options)

@@ -37,8 +37,8 @@ from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loaded import ADAPTED, Setup, choices_of, load_engine, measured_memory
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.preamble import rank_feeds
-from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure
+from splitc.runtime.threads.futures import Executor
 from splitc.runtime.threads.progress import counted
 
 

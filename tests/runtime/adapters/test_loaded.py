@@ -20,8 +20,7 @@ from safetensors.numpy import load_file
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
 from splitc.runtime.adapters.asked import read_names
-from splitc.runtime.adapters.held import HeldSum
-from splitc.runtime.adapters.kept import KeptSums
+from splitc.runtime.adapters.held import HeldSum, KeptSums
 from splitc.runtime.adapters.loaded import Adapters, LoadedAdapter
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest

@@ -20,4 +20,4 @@ def test_all_pools_are_ours() -> None:
             for node in ast.walk(ast.parse(text))
         )
     ]
-    assert users == ["runtime/threads/executor.py"]
+    assert users == ["runtime/threads/futures.py"]
