@@ -1,4 +1,4 @@
-"""Heartbeats between the session's process and those of the ranks."""
+"""Heartbeats between the session's process and those of the ranks, and the end of all processes at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from splitc.runtime.mpi.abort import abort_all
-from splitc.runtime.mpi.sending import sleep_after
+from splitc.runtime.mpi.messenger import sleep_after
 from splitc.runtime.processes.awake import AwakeClock
+
+# Seconds that mpirun gets to forward what was printed: what it has not read when the processes end is lost. A choice,
+# and short beside the 10 s in which an error is promised.
+PRINTING = 0.3
+
+
+def abort_all() -> None:
+    """End all processes of all hosts, also those that hang. Does not return.
+
+    It aborts COMM_WORLD: for a copied communicator, MPICH waits for the processes on other hosts.
+    """
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(PRINTING)
+
+    MPI.COMM_WORLD.Abort(1)
+
 
 # Seconds between two heartbeats. A choice: 14 are missing before a rank is said to hang.
 BEAT = 0.5

@@ -17,10 +17,10 @@ from splitc.runtime.engines.operator_library import load_library
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.hardware.gpus import identify_gpu
 from splitc.runtime.ipc.channel import portable
-from splitc.runtime.mpi.host_checks import Finding, find_contradiction, why_lacking
+from splitc.runtime.mpi.hosts import Finding, find_contradiction, own_device, own_threads, why_lacking
+from splitc.runtime.mpi.life import abort_all
 from splitc.runtime.mpi.meetings import Meetings
 from splitc.runtime.mpi.messages import Call, Join, Leave, Left
-from splitc.runtime.mpi.own_device import own_device, own_threads
 from splitc.runtime.mpi.wire import MpiControl, MpiMail
 from splitc.runtime.mpi.world import World
 from splitc.runtime.package.files import files_of
@@ -55,7 +55,7 @@ def serve(world: World) -> NoReturn:
         print(f"rank {world.rank} on {world.hosts[world.rank]} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
-        world.abort()
+        abort_all()
     sys.exit(0)
 
 

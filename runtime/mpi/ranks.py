@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from splitc.runtime.errors import EngineError, MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import portable
-from splitc.runtime.mpi.host_checks import why_not_placed
+from splitc.runtime.mpi.hosts import why_not_placed
 from splitc.runtime.mpi.life import SILENCE
 from splitc.runtime.mpi.messages import AllLoaded, Join, Left, Stop
 from splitc.runtime.mpi.messenger import LANES

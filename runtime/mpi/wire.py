@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from splitc.runtime.arrays.array import Allocate, Array
@@ -17,12 +19,38 @@ from splitc.runtime.engines import Backend
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 from splitc.runtime.ipc.shared_memory import SharedArrays
-from splitc.runtime.mpi.clocks import Clocks
 from splitc.runtime.mpi.messages import AllLoaded, Left, Stop
-from splitc.runtime.mpi.messenger import Messenger
-from splitc.runtime.mpi.sending import sleep_after
+from splitc.runtime.mpi.messenger import Messenger, sleep_after
 from splitc.runtime.processes.messages import Answer, Message, Order
 from splitc.runtime.processes.wire import LOST, Arrays
+
+# The recent answers of a machine that count: clocks drift, so old answers say little. A choice: with fewer, none of
+# them may have come without delay.
+RECENT = 64
+
+
+class Clocks:
+    """The clocks of the ranks' machines. `machines` has the number of each rank's machine; the caller's is 0.
+
+    The clocks' offset is taken from the recent answer of a machine with the shortest transit. Converted times are too
+    late by that transit.
+    """
+
+    def __init__(self, machines: Sequence[int]) -> None:
+        self._machines = machines
+        self._apart: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
+
+    def by_ours(self, rank: int, answer: Answer, arrived: float) -> Answer:
+        """A rank's answer with its times by our clock. It arrived at the time `arrived` of our clock."""
+        machine = self._machines[rank]
+        if machine == 0:
+            return answer
+        apart = self._apart[machine]
+        apart.append(arrived - answer.end)
+        more = min(apart)
+        spans = tuple((step, start + more, end + more) for step, start, end in answer.spans)
+        return msgspec.structs.replace(answer, start=answer.start + more, end=answer.end + more, spans=spans)
+
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]

@@ -10,10 +10,8 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.ipc.mapped_files import MPI, find_mapped, remove_files
-from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.life import Life
-from splitc.runtime.mpi.messenger import Messenger
-from splitc.runtime.mpi.sending import Sending, sleep_after
+from splitc.runtime.mpi.messenger import Messenger, Sending, sleep_after
 from splitc.runtime.version import VERSION
 
 # Variables that mpirun, or Slurm's srun, sets for each process that it starts.
@@ -67,10 +65,6 @@ class World:
         """End this process's threads, before MPI ends."""
         self.sending.end()
         self.life.end()
-
-    def abort(self) -> None:
-        """End all processes at once."""
-        abort_all()
 
 
 def started_by_mpi() -> bool:

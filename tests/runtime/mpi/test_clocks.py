@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitc.runtime.mpi.clocks import RECENT, Clocks
+from splitc.runtime.mpi.wire import RECENT, Clocks
 from splitc.runtime.processes.messages import Answer
 
 

@@ -27,7 +27,7 @@ from splitc.runtime.hardware.machine import known_machine
 from splitc.runtime.hardware.profiles import parse_link
 from splitc.runtime.ipc.mapped_files import MPI, find_mapped
 from splitc.runtime.mpi import life
-from splitc.runtime.mpi.host_checks import Finding, find_contradiction, why_not_placed
+from splitc.runtime.mpi.hosts import Finding, find_contradiction, why_not_placed
 from tests.conftest import decoder_feeds, until
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.mpi import MPIS, Mpi, TwoHosts, ended, signal_rank, why_no_hosts
