@@ -32,7 +32,7 @@ from splitc.runtime.hardware.devices import free_bytes, host_memory, host_number
 from splitc.runtime.package.manifest import Fill, Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import NEVER
-from splitc.runtime.requests.lengths import needs_one_row
+from splitc.runtime.requests.added_feeds import needs_one_row
 from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import Judged, judge

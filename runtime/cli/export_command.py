@@ -16,7 +16,8 @@ from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_not_read
 from splitc.runtime.package.pipeline_file import read_pipeline
-from splitc.runtime.requests.limits import MOST_AT_ONCE, MOST_CAPACITY
+from splitc.runtime.requests.admission import MOST_AT_ONCE
+from splitc.runtime.requests.sequence import MOST_CAPACITY
 from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.openai_folder import export_openai

@@ -15,16 +15,18 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, closed_before
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.requests.callbacks import Callbacks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.telemetry import Telemetry
-from splitc.runtime.requests.turns import CHECK_EVERY, Turn, Turns
+from splitc.runtime.requests.turns import CHECK_EVERY, Callbacks, Turn, Turns
 from splitc.runtime.threads.futures import Answer
 from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds that a closing session waits for requests in flight before it stops their engines. A choice: a longer request
 # fails, and a shorter wait would fail more.
 PATIENCE = 10.0
+# The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
+# machine holds, so that a number with too many digits is refused in words.
+MOST_AT_ONCE = 10_000
 
 
 class _SignalCame(Exception):

@@ -15,8 +15,7 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.states import Length, Preamble
-from splitc.runtime.requests.kept_rows import with_kept_rows
-from splitc.runtime.requests.lengths import added, with_lengths
+from splitc.runtime.requests.added_feeds import added, with_kept_rows, with_lengths
 
 # What is added to a score that is to be hidden: this, or less. A choice: exporters write -10000, the least number of
 # the type, or minus infinity, and the exponential of -10000 is zero in each type.

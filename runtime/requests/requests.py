@@ -16,12 +16,10 @@ from splitc.runtime.feeds.rows import join_batches
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.added_feeds import with_kept_rows, with_lengths
 from splitc.runtime.requests.admission import Admission
-from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.empty_outputs import EmptyOutputs
-from splitc.runtime.requests.kept_rows import with_kept_rows
-from splitc.runtime.requests.lengths import with_lengths
-from splitc.runtime.requests.outputs import OutputJoiner
+from splitc.runtime.requests.outputs import DeviceArrays, OutputJoiner
 from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.requests.replicas import Replicas
 

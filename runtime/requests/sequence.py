@@ -15,13 +15,15 @@ from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.added_feeds import added, check_lengths, filled_rows, length_feeds, lengthened
 from splitc.runtime.requests.empty_states import count_batch, empty_states
-from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened
-from splitc.runtime.requests.limits import MOST_CAPACITY
 from splitc.runtime.requests.masks import find_cache_masks
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import first_few, whole_number
+
+# The largest capacity, in tokens.
+MOST_CAPACITY = (1 << 31) - 1
 
 
 class StateSequence:

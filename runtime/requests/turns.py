@@ -1,4 +1,4 @@
-"""Turns of a pipeline's models, which work one at a time."""
+"""Turns of a pipeline's models, which work one at a time, and the threads that are in callbacks of requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from collections import deque
 from collections.abc import Callable
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.requests.callbacks import Callbacks
+
+
+class Callbacks(threading.local):
+    """A context in which this thread sets a request's result, and so may be in one of its callbacks: then `active`."""
+
+    active = False
+    _depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self.active = self._depth > 0
+
 
 # Seconds between two checks whether a session that waits is broken or closed, or a signal has come. A choice: nobody
 # notices a tenth of a second, and ten wake-ups a second cost nothing. A turn that comes is noticed at once.

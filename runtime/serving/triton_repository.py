@@ -6,7 +6,7 @@ from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.requests.device_arrays import DeviceArrays
+from splitc.runtime.requests.outputs import DeviceArrays
 from splitc.runtime.requests.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows, why_not_batched
 from splitc.runtime.serving.served_folders import find_packages, new_models, put_package

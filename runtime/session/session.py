@@ -38,10 +38,9 @@ from splitc.runtime.ranks.deployment import Deployment, deployments
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
-from splitc.runtime.requests.admission import Admission
+from splitc.runtime.requests.added_feeds import needs_one_row
+from splitc.runtime.requests.admission import MOST_AT_ONCE, Admission
 from splitc.runtime.requests.empty_states import unfed_states
-from splitc.runtime.requests.lengths import needs_one_row
-from splitc.runtime.requests.limits import MOST_AT_ONCE
 from splitc.runtime.requests.metrics import Metrics
 from splitc.runtime.requests.preamble import open_preamble
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks

@@ -25,7 +25,7 @@ from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.package.unfolded import unfolded
-from splitc.runtime.requests.kept_rows import chosen_rows
+from splitc.runtime.requests.added_feeds import chosen_rows
 from splitc.runtime.threads.futures import Executor
 from splitc.runtime.tools.rounding import PRODUCTS, Arrays, nudged, nudged_weights, with_results
 from splitc.runtime.units import format_bytes

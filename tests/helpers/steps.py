@@ -19,8 +19,8 @@ from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Fill, Manifest, Tensor, of_role
+from splitc.runtime.requests.added_feeds import chosen_rows
 from splitc.runtime.requests.empty_states import empty_states
-from splitc.runtime.requests.kept_rows import chosen_rows
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import all_feeds, open_reference

@@ -22,7 +22,7 @@ from splitc.compiler.lowering.communication import HALF
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.requests.lengths import length_feeds
+from splitc.runtime.requests.added_feeds import length_feeds
 from splitc.runtime.requests.preamble import PreambleEngine
 from tests.helpers.needs import needs_caches
 

@@ -7,7 +7,7 @@ import pytest
 
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.states import Length
-from splitc.runtime.requests.lengths import with_lengths
+from splitc.runtime.requests.added_feeds import with_lengths
 
 LENGTH = Length("n", ["key", "value"], axis=2, reads=("ids", 1), by_branch=True)
 

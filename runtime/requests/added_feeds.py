@@ -1,4 +1,7 @@
-"""The number of filled rows in caches that are written in place. Ranks get it as the size of an input."""
+"""What ranks take besides a request's own feeds: the tokens whose logits are computed, and how full caches are.
+
+The number of filled rows in caches that are written in place is the size of an input.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import numpy as np
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError
-from splitc.runtime.feeds.on_gpu import Feed
-from splitc.runtime.package.states import Length
+from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.package.states import KeptRows, Length
 
 
 def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[str, Feed]:
@@ -97,3 +100,28 @@ def added(length: Length, feeds: Mapping[str, Feed]) -> int:
         return length.adds
     name, axis = length.reads
     return feeds[name].shape[axis]
+
+
+def with_kept_rows(kept: KeptRows | None, feeds: Mapping[str, Feed]) -> Mapping[str, Feed]:
+    """A request's feeds, with the indices of its tokens if it names none; unchanged if the package takes none.
+
+    Raises FeedError for an index beyond the request's tokens.
+    """
+    if kept is None:
+        return feeds
+    name, axis = kept.reads
+    tokens = feeds[name].shape[axis]
+    if kept.input not in feeds:
+        return {**feeds, kept.input: np.arange(tokens)}
+    rows = on_host(feeds[kept.input])
+    if wrong := [int(row) for row in rows if not -tokens <= row < tokens]:
+        raise FeedError(f"'{kept.input}' has the token {wrong[0]}, and the request has {tokens}: they count from 0")
+    return feeds
+
+
+def chosen_rows(kept: KeptRows | None, outputs: Mapping[str, Array], feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """All outputs of the unsplit model, of which a request with these feeds wants some tokens' rows."""
+    if kept is None or kept.input not in feeds:
+        return dict(outputs)
+    axes = kept.outputs
+    return {name: np.take(a, feeds[kept.input], axes[name]) if name in axes else a for name, a in outputs.items()}
