@@ -13,7 +13,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
-from splitc.runtime.generate.image_positions import Positions
+from splitc.runtime.generate.image_prompt import Positions
 from splitc.runtime.package.manifest import Tensor
 
 

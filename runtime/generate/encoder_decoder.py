@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.bound_model import BoundModel
-from splitc.runtime.generate.conversation import Conversation, ModelRunner
-from splitc.runtime.generate.feeder import Feeder
-from splitc.runtime.generate.prompt_tokens import check_tokens
+from splitc.runtime.generate.conversation import Conversation, ModelRunner, StateHolder
+from splitc.runtime.generate.feeder import Feeder, check_tokens
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import (
@@ -24,6 +24,31 @@ from splitc.runtime.generate.wiring import (
     find_wiring,
 )
 from splitc.runtime.package.manifest import Manifest, Tensor, of_role
+
+
+class BoundModel:
+    """A model without the inputs `feeds`, which are added to each request, and held on the ranks by a sequence."""
+
+    def __init__(self, session: ModelRunner, feeds: Mapping[str, npt.ArrayLike]) -> None:
+        self._session = session
+        self._feeds = feeds
+        open_inputs = [tensor for tensor in session.manifest.inputs if tensor.name not in feeds]
+        self.manifest = msgspec.structs.replace(session.manifest, inputs=open_inputs)
+
+    @property
+    def replays(self) -> bool:
+        """See ModelRunner."""
+        return self._session.replays
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """See ModelRunner."""
+        return self._session.run({**feeds, **self._feeds})
+
+    def start(self, capacity: int | None = None) -> StateHolder:
+        """See ModelRunner. Bound inputs stay on the ranks."""
+        sequence = self._session.start(capacity)
+        sequence.hold(self._feeds)
+        return sequence
 
 
 class EncoderDecoder:

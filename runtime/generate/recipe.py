@@ -13,15 +13,12 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.conversation import ModelRunner
-from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features
-from splitc.runtime.generate.image_positions import read_positions
-from splitc.runtime.generate.image_prompt import read_images
-from splitc.runtime.generate.log_mel import LogMel, read_log_mel
+from splitc.runtime.generate.image_prompt import read_images, read_positions
 from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
 from splitc.runtime.generate.sampling import Sampling
-from splitc.runtime.generate.sound import read_sound
-from splitc.runtime.generate.token_rules import read_rules
+from splitc.runtime.generate.sound import LogMel, read_log_mel, read_sound
+from splitc.runtime.generate.token_rules import find_prompt, read_rules
 from splitc.runtime.generate.tokens import LIMIT, Timings
 from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 from splitc.runtime.units import whole_number

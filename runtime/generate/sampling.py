@@ -1,8 +1,9 @@
-"""Choose the next token from a model's logits: the likeliest one, or a random one."""
+"""Choose the next token from a model's logits: the likeliest one, or a random one. Its log probability."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -76,3 +77,26 @@ def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.ran
     kept = np.concatenate([[True], np.cumsum(chances)[:-1] < sampling.top_p])
     order, chances = order[kept], chances[kept]
     return int(generator.choice(order, p=chances / chances.sum()))
+
+
+class Chances:
+    """A rule of `generate` that records the last logits and changes nothing."""
+
+    def __init__(self) -> None:
+        self._logits: npt.NDArray[Any] = np.zeros(0)
+
+    def __call__(self, logits: npt.NDArray[Any], tokens: Sequence[int]) -> npt.NDArray[Any]:
+        """The logits, unchanged."""
+        self._logits = logits
+        return logits
+
+    def of(self, token: int, count: int) -> list[tuple[int, float]]:
+        """The chosen token and the `count` likeliest ones, with their log probabilities by the last logits.
+
+        These are the model's own, whatever the temperature.
+        """
+        logits = self._logits.astype(np.float64)
+        logs = logits - logits.max()
+        logs -= np.log(np.exp(logs).sum())
+        likeliest = np.argsort(-logs, kind="stable")[:count].tolist()
+        return [(one, float(logs[one])) for one in (token, *likeliest)]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
-from splitc.runtime.generate.prompt_tokens import check_tokens
+from splitc.runtime.generate.feeder import check_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token, random_numbers
 from splitc.runtime.generate.signature import find_signature, need_tokens
 

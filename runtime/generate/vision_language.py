@@ -13,8 +13,7 @@ from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.embedded_model import EmbeddedModel, Embedding, check_rows
-from splitc.runtime.generate.image_positions import Positions
-from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.image_prompt import ImagePrompt, Positions
 from splitc.runtime.generate.signature import find_logits
 from splitc.runtime.generate.tokens import Timings, generate
 from splitc.runtime.generate.wiring import DecoderUses, find_uses, find_wanted, fits

@@ -12,12 +12,10 @@ from typing import Any
 from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import read_config
 from splitc.runtime.generate.capacity import USUAL_CONTEXT, find_capacity
-from splitc.runtime.generate.chances import Chances
 from splitc.runtime.generate.package_configs import understood
-from splitc.runtime.generate.sampling import Sampling
+from splitc.runtime.generate.sampling import Chances, Sampling
 from splitc.runtime.generate.signature import find_signature
-from splitc.runtime.generate.stop_texts import StopTexts
-from splitc.runtime.generate.text import Text
+from splitc.runtime.generate.text import StopTexts, Text
 from splitc.runtime.generate.tokens import STOP
 from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.session.session import Session

@@ -20,8 +20,7 @@ from splitc.runtime import MisuseError, Pipeline
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, SplitcError
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, _cross_mask, describe_encoder
-from splitc.runtime.generate.log_mel import LogMel
-from splitc.runtime.generate.sound import read_sound
+from splitc.runtime.generate.sound import LogMel, read_sound
 from splitc.runtime.generate.wiring import find_links, find_wiring
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.package.manifest_file import read_manifest

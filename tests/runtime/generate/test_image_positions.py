@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.image_positions import Positions, read_positions
-from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.image_prompt import ImagePrompt, Positions, read_positions
 
 
 def test_tokens_after_the_prompt_go_on_behind_the_image() -> None:

@@ -15,8 +15,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import EncoderDecoder, MisuseError, Pipeline
-from splitc.runtime.generate.image_positions import Positions
-from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.image_prompt import ImagePrompt, Positions
 from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 from tests.conftest import Array, whole_session
 from tests.helpers.blocks import FLOAT, INT, Block

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.log_mel import LogMel, read_log_mel
-from splitc.runtime.generate.sound import read_sound, resample
+from splitc.runtime.generate.sound import LogMel, read_log_mel, read_sound, resample
 
 CONFIG = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "n_samples": 480000}
 WHISPER = LogMel(80, 16000, 160, 400, 480000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitc.runtime.generate.stop_texts import StopTexts
+from splitc.runtime.generate.text import StopTexts
 
 SHORT = st.text("ab.", max_size=4)
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.package_configs import understood
-from splitc.runtime.generate.token_rules import read_rules
+from splitc.runtime.generate.token_rules import find_prompt, read_rules
 
 LOGITS = np.array([5.0, 4.0, 3.0, 2.0, 1.0, -1.0], np.float32)
 SPEECH = {

@@ -9,8 +9,7 @@ import pytest
 
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import MisuseError, Pipeline
-from splitc.runtime.generate.image_positions import read_positions
-from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.image_prompt import ImagePrompt, read_positions
 from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 from tests.helpers import qwen_vl
 
