@@ -20,8 +20,8 @@ from splitc.compiler.frontend.protos import contents_of
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.kind import release
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-from splitc.runtime.engines.unoptimized import load_unoptimized
 
 
 class RefusedError(ModelError):

@@ -23,8 +23,8 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.onnx_types import CODES, KNOWN
 from splitc.runtime.arrays.ort_values import run_on_arrays
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds

@@ -1,4 +1,4 @@
-"""Functions that stand for operators which ONNX Runtime has on GPUs only (runtime/engines/gpu_operators.py).
+"""Functions that stand for operators which ONNX Runtime has on GPUs only (runtime/engines/onnx_session.py).
 
 Their bodies are what the operators compute in half precision (ContribOperators.md of ONNX Runtime), so that engines for
 GPUs run on CPU devices too.
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
 from splitc.compiler.lowering.fused_functions import function_of, kernel_of
-from splitc.runtime.engines.gpu_operators import FUNCTIONS
+from splitc.runtime.engines.onnx_session import FUNCTIONS
 
 # The first half of the columns, times Gelu of the second.
 BIAS_SPLIT_GELU = """

@@ -30,8 +30,8 @@ from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, read
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.ort_values import run_on_arrays
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.threads.progress import counted

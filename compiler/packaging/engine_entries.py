@@ -22,7 +22,7 @@ from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import REPACKED
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.onnx_types import KNOWN
-from splitc.runtime.engines.gpu_operators import FUNCTIONS
+from splitc.runtime.engines.onnx_session import FUNCTIONS
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.fused import Fused

@@ -24,8 +24,8 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.sharding.axis_map import probes_of, small_sizes
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
-from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import EngineError, FeedError, OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.devices import free_bytes, host_memory, host_numbers

@@ -23,7 +23,7 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.tiny import RANKS, SIZINGS, CannotTryError, Sizing, TinyModel, tiny_model
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.unoptimized import load_unoptimized
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
 # The beginning of the result for a form that does not run whole at any of the made-up sizes.

@@ -15,9 +15,8 @@ from typing import Any
 
 from splitc.runtime.collectives.kernel_sums import KernelSums, connect_kernel_sums
 from splitc.runtime.collectives.meeting import PATIENCE, Meeting, MeetingEnd, registered, release_with
-from splitc.runtime.engines.attention_kernels import use_xqa_for_good
 from splitc.runtime.engines.operator_library import load_library
-from splitc.runtime.engines.variables import set_workspace
+from splitc.runtime.engines.variables import set_workspace, use_xqa_for_good
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice

@@ -13,10 +13,22 @@ from typing import Any
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.runtime.engines.gpu_operators import call_operators
+from splitc.runtime.engines.operator_library import library_path
 from splitc.runtime.engines.widened import in_float32
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.units import format_bytes
+
+# ONNX Runtime has some operators on GPUs only. In an engine's file each is a function of other operators, in the first
+# domain, which a session on the CPU runs. One on a GPU calls those of the same names in the second, which go before it.
+# Equally long, so that one can take the other's place in a file: protobuf writes strings with their lengths.
+FUNCTIONS, OPERATORS = "splitc.on.gpu", "com.microsoft"
+
+
+def call_operators(content: bytes) -> bytes | None:
+    """An ONNX file's content that calls operators in place of these functions; None if it has none of them."""
+    functions, operators = FUNCTIONS.encode(), OPERATORS.encode()
+    return content.replace(functions, operators) if functions in content else None
+
 
 # The most bytes that protobuf reads or writes.
 LARGEST = (1 << 31) - 1
@@ -40,7 +52,7 @@ def open_onnx(
     """A session of an ONNX file, without the disabled optimizers of ONNX Runtime.
 
     With `trusts_data`, the model's external data may lie outside its folder. A session `on_gpu` calls the operators of
-    ONNX Runtime that are functions in the file (`gpu_operators`). One on the CPU computes bfloat16 in float32.
+    ONNX Runtime that are functions in the file (`call_operators`). One on the CPU computes bfloat16 in float32.
 
     Raises what ONNX Runtime raises, such as RuntimeError for a file that is too large; MisuseError if `onnx` is needed
     and missing.
@@ -206,3 +218,26 @@ def _openable(path: Path) -> str:
         shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         raise PackageError(f"ONNX Runtime can't open {shown}: its name is not UTF-8, so rename it") from None
     return text
+
+
+def load_unoptimized(
+    model: Path | bytes, uses_operators: bool = False, trusts_data: bool = False
+) -> ort.InferenceSession:
+    """Load an ONNX file, or its content, in ONNX Runtime without optimizations.
+
+    External weights are mapped into memory, not read.
+
+    A model that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU
+    provider has no kernel for an operator.
+    """
+    options = ort.SessionOptions()
+    if uses_operators:
+        options.register_custom_ops_library(str(library_path()))
+    options.log_severity_level, options.intra_op_num_threads = 4, 1  # or a thread for each core would be started
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_mem_pattern = False  # one allocation of all weights' size, which Linux refuses above the memory's
+    options.enable_mem_reuse = False  # planning the reuse takes 20 seconds for 8,000 nodes
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    if isinstance(model, bytes):
+        return open_in_memory(model, options)
+    return open_onnx(model, options, ["CPUExecutionProvider"], trusts_data)

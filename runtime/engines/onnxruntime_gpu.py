@@ -21,7 +21,6 @@ from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Backend, LoadOptions
-from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
@@ -34,13 +33,12 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     run_overridden,
 )
 from splitc.runtime.engines.product_kernels import ProductKernels
-from splitc.runtime.engines.variables import set_workspace
+from splitc.runtime.engines.variables import attention_for, set_workspace
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray, Use
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
-from splitc.runtime.gpu.weights import place_weights
+from splitc.runtime.gpu.weights import SwappedWeights, place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.products import Product

@@ -31,7 +31,7 @@ from splitc.runtime.processes.begin import print_to_stderr
 from splitc.runtime.processes.launch import find_groups
 from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.rank import RankProcess
-from splitc.runtime.ranks.container import divide_container
+from splitc.runtime.ranks.deployment import divide_container
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.threads.failures import Failure, attempt
 

@@ -10,14 +10,13 @@ from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.arrays.array import Allocate, Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.outputs import hand_over
 from splitc.runtime.package.parts import cut_part, cut_places, part_shape
 from splitc.runtime.package.states import State
-from splitc.runtime.ranks.loaded import LoadedRank, Setup
+from splitc.runtime.ranks.loaded import EngineForms, LoadedRank, Setup
 from splitc.runtime.ranks.loop import Span, execute
 from splitc.runtime.ranks.request import InFlightRequest
 

@@ -20,7 +20,7 @@ MOST, REMEMBERED = 8, 64
 # A request is recorded if more than so many came of its kind. Beyond a FEW kinds, each comes twice as often as the one
 # before it, and so do requests that begin a sequence, so many times. A choice: these are prompts, which have ever new
 # lengths. To record one takes 0.5 to 1.8 s for 8 layers on H200s, since each attention is planned for its length
-# (attention_kernels.py), and each replay then gains 1 to 2 ms.
+# (engines/variables.py), and each replay then gains 1 to 2 ms.
 NEW, FEW, MOST_DOUBLINGS, FOR_PROMPTS = 2, 4, 8, 5
 # The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
 # new sequence would be recorded anew.

@@ -23,11 +23,10 @@ from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.gpu.array import GpuArray, Tape, Use
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.kept_recordings import REMEMBERED, Home, KeptRecordings, Kind, home_of, kind_of
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.recording import Played, Recording
+from splitc.runtime.ranks.recording import Played, Recording, capture
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.threads.failures import Failure, attempt, first_failure
 

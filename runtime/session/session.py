@@ -33,8 +33,7 @@ from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
-from splitc.runtime.ranks.container import divide_container
-from splitc.runtime.ranks.deployment import Deployment, deployments
+from splitc.runtime.ranks.deployment import Deployment, deployments, divide_container
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers

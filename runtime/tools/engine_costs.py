@@ -26,7 +26,7 @@ from splitc.runtime.gpu.array import Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.ipc.child_python import last_lines, python_command
-from splitc.runtime.ranks.capture import capture
+from splitc.runtime.ranks.recording import capture
 from splitc.runtime.threads.failures import Failure, attempt
 from splitc.runtime.tools.rank_memory import peak_bytes, read_arrays, resident_bytes, write_arrays
 

@@ -24,7 +24,7 @@ from splitc.runtime.hardware.machine import Machine, MeasuredLink, pair_name
 from splitc.runtime.hardware.profiles import Link
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.package.steps import Reduce
-from splitc.runtime.ranks.capture import capture
+from splitc.runtime.ranks.recording import capture
 from splitc.runtime.threads.futures import Executor
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.device_speeds import measure_speeds

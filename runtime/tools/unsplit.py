@@ -18,9 +18,8 @@ from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
-from splitc.runtime.engines.onnx_session import has_data_outside, open_content, output_names
+from splitc.runtime.engines.onnx_session import has_data_outside, load_unoptimized, open_content, output_names
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor

@@ -35,7 +35,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.runtime import Session
 from splitc.runtime.arrays.ort_values import run_on_arrays
-from splitc.runtime.engines.unoptimized import load_unoptimized
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.ranks.loop import Replay

@@ -28,7 +28,7 @@ from splitc.runtime.gpu.array import Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import list_gpus
-from splitc.runtime.ranks.capture import capture
+from splitc.runtime.ranks.recording import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from tests.compiler.fusion.test_caches import OPTIMUM

@@ -23,8 +23,8 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, size_of
+from splitc.runtime.gpu.weights import SwappedWeights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
 from tests.helpers import fake_cupy, fake_gpu_arrays
@@ -166,7 +166,7 @@ def install_cupy(replace: Callable[[str, object], None]) -> None:
     replace("splitc.runtime.gpu.device.need_cupy", lambda: cupy)
     replace("splitc.runtime.tools.device_speeds.need_cupy", lambda: cupy)
     replace("splitc.runtime.gpu.device.copy", fake_cupy.copy)
-    replace("splitc.runtime.ranks.capture.own_what_is_copied", fake_cupy.own_what_is_copied)
+    replace("splitc.runtime.ranks.recording.own_what_is_copied", fake_cupy.own_what_is_copied)
 
 
 def for_good(name: str, value: object) -> None:

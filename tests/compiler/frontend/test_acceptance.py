@@ -14,7 +14,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend import acceptance
 from splitc.compiler.request.shapes import AskedShapes
-from splitc.runtime.engines.unoptimized import load_unoptimized
+from splitc.runtime.engines.onnx_session import load_unoptimized
 from tests.helpers.blocks import Block
 
 

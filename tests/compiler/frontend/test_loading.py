@@ -69,7 +69,7 @@ def test_model_of_more_bytes_than_may_be_allocated(tmp_path: Path) -> None:
     program = f"""
 import resource
 from pathlib import Path
-from splitc.runtime.engines.unoptimized import load_unoptimized
+from splitc.runtime.engines.onnx_session import load_unoptimized
 resource.setrlimit(resource.RLIMIT_AS, ({int(1.5 * size)}, {int(1.5 * size)}))
 load_unoptimized(Path({str(path)!r}))
 """

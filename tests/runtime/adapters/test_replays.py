@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.ranks.kept_recordings import NEW
+from splitc.runtime.ranks.loaded import EngineForms
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from splitc.runtime.collectives.nccl import NcclCommunicators
-from splitc.runtime.engines import attention_kernels
-from splitc.runtime.engines.attention_kernels import attention_for
-from splitc.runtime.engines.variables import set_workspace
+from splitc.runtime.engines import variables
+from splitc.runtime.engines.variables import attention_for, set_workspace
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -29,8 +28,8 @@ def test_only_ranks_that_sum_connect_for_sums(sums: bool, monkeypatch: pytest.Mo
 
 def test_no_variable_is_set_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process in a hundred crashed: NCCL reads variables on its thread, and setting one moves them."""
-    monkeypatch.setattr(attention_kernels, "_with_xqa", [])
-    monkeypatch.setattr(attention_kernels, "_for_good", threading.Event())
+    monkeypatch.setattr(variables, "_with_xqa", [])
+    monkeypatch.setattr(variables, "_for_good", threading.Event())
     for name in ("NCCL_RUNTIME_CONNECT", "NCCL_MAX_P2P_NCHANNELS", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -58,4 +57,4 @@ def test_no_variable_is_set_while_nccl_connects(monkeypatch: pytest.MonkeyPatch)
     loaded.set()
     communicators.close()
     monkeypatch.undo()
-    os.unsetenv(attention_kernels.XQA)
+    os.unsetenv(variables.XQA)

@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 
-from splitc.runtime.engines import attention_kernels
-from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_for
+from splitc.runtime.engines import variables
+from splitc.runtime.engines.variables import CUDNN, XQA, attention_for
 from tests.helpers.variables import read_variable
 
 
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without sessions, and without the user's choice of kernels."""
-    monkeypatch.setattr(attention_kernels, "_with_xqa", [])
-    monkeypatch.setattr(attention_kernels, "_for_good", threading.Event())
+    monkeypatch.setattr(variables, "_with_xqa", [])
+    monkeypatch.setattr(variables, "_for_good", threading.Event())
     for name in (CUDNN, XQA):
         monkeypatch.delenv(name, raising=False)
 

@@ -10,8 +10,7 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 
-from splitc.runtime.engines.gpu_operators import FUNCTIONS, OPERATORS, call_operators
-from splitc.runtime.engines.onnx_session import open_onnx
+from splitc.runtime.engines.onnx_session import FUNCTIONS, OPERATORS, call_operators, open_onnx
 
 # The function adds 1, and the operator of the same name does not.
 MODEL = f"""

@@ -11,8 +11,8 @@ from splitc.runtime import Session
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.ranks import container
-from splitc.runtime.ranks.container import PROCESS, divide_container
+from splitc.runtime.ranks import deployment
+from splitc.runtime.ranks.deployment import PROCESS, divide_container
 from tests.conftest import decoder_feeds
 from tests.helpers.packages import compile_mode
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def limit_to(free: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "memory_limit", lambda: (1 << 40, free))
+    monkeypatch.setattr(deployment, "memory_limit", lambda: (1 << 40, free))
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])

@@ -24,10 +24,10 @@ from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.replayable import UNLOADED, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loaded import make_backend_of
 from splitc.runtime.ranks.loop import Replay
+from splitc.runtime.ranks.recording import capture
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from tests.conftest import assert_close, decoder_feeds, run_whole

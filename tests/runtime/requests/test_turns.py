@@ -13,8 +13,8 @@ import pytest
 from splitc.runtime import Pipeline
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, swappable_bytes
+from splitc.runtime.gpu.weights import SwappedWeights
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.package.manifest_file import read_manifest
