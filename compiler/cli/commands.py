@@ -16,12 +16,10 @@ from splitc.compiler.pipelines.folder_names import files_of_folder, find_models,
 from splitc.compiler.request.request import Request
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
-from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.outputs import check_outputs
-from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, model_there, there
-from splitc.runtime.cli.tables import describe_built
+from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, check_outputs, model_there, there
+from splitc.runtime.cli.tables import describe_built, describe_collectives
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError

@@ -15,7 +15,6 @@ from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
-from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
@@ -27,6 +26,7 @@ from splitc.runtime.cli.shared_options import (
     REPORT,
     SEED,
     TRUST_DATA,
+    check_outputs,
     model_there,
 )
 from splitc.runtime.cli.terminal import out, print_json

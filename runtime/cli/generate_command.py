@@ -1,10 +1,10 @@
-"""The command generate."""
+"""The command generate, and its output: tokens or text as they are generated, or JSON at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,21 @@ import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
-from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading
 from splitc.runtime.cli.shared_options import JSON, PACKAGE, package_there, there
-from splitc.runtime.cli.terminal import err, muted_stderr, print_warning
+from splitc.runtime.cli.terminal import err, muted_stderr, print_json, print_output, print_warning
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.explained import explained
 from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.package_configs import find_tokenizer
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.text import Text, read_prompt
-from splitc.runtime.generate.tokens import PROMPT_CHUNK, ROOM
+from splitc.runtime.generate.tokens import PROMPT_CHUNK, ROOM, Timings
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
+from splitc.runtime.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,64 @@ def _read_prompt(result: Generated, given: Prompt) -> list[int]:
 def _stops(result: Generated) -> list[int]:
     """The tokens that end a text, from the files beside the tokenizer."""
     return result.text.find_endings() if result.text else []
+
+
+@dataclass
+class Generated:
+    """The tokens generated so far. `ended` says why it stopped: a stop token, the limit, no more room, or an error."""
+
+    text: Text | None
+    tokens: list[int] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    ended: str = "error"
+
+    def take(self, stream: Generator[int, None, str], as_json: bool) -> None:
+        """Take all tokens of a stream and print them; JSON at the end.
+
+        If the stream fails or is interrupted, the tokens generated before are still printed.
+        """
+        with self._printed(as_json):
+            while True:
+                try:
+                    token = next(stream)
+                except StopIteration as end:
+                    self.ended = end.value
+                    return
+                self.tokens.append(token)
+                if not as_json:
+                    print_output(self.text.step(token) if self.text else f"{token} ")
+
+    @contextmanager
+    def _printed(self, as_json: bool) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except BaseException as error:
+            if self.tokens:
+                self._print(as_json, "terminated" if isinstance(error, SystemExit) else str(explained(error) or error))
+            raise
+        self._print(as_json)
+
+    def _print(self, as_json: bool, error: str | None = None) -> None:
+        if not as_json:
+            print_output("\n")
+            return
+        result = {"tokens": self.tokens, "text": None, "ended": self.ended, "timings": self.timings}
+        try:
+            result["text"] = self.text.decode(self.tokens) if self.text else None
+        finally:
+            print_json(result if error is None else {**result, "error": error})
+
+    def print_rates(self) -> None:
+        """Print times and rates to standard error."""
+        timings = self.timings
+        if timings.encoder_seconds:
+            err.print(f"encoder    {format_seconds(timings.encoder_seconds)}", style="dim")
+        err.print(f"prompt     {_rate(timings.prompt_tokens, timings.prompt_seconds)}", style="dim")
+        err.print(f"generation {_rate(timings.tokens, timings.seconds)}", style="dim")
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    rate = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
+    return f"{tokens:5} tokens in {format_seconds(seconds)}{rate}"

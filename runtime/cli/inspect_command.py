@@ -9,8 +9,7 @@ from pathlib import Path
 import typer
 
 from splitc.runtime.cli import completion
-from splitc.runtime.cli.outputs import check_outputs
-from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT
+from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT, check_outputs
 from splitc.runtime.cli.tables import print_manifest, print_modules
 from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.errors import MisuseError

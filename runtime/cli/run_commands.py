@@ -11,7 +11,6 @@ from splitc.runtime.arrays import files as array_files
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
-from splitc.runtime.cli.outputs import check_outputs
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
@@ -23,6 +22,7 @@ from splitc.runtime.cli.shared_options import (
     REPORT,
     SEED,
     TRUST_DATA,
+    check_outputs,
     model_there,
     there,
 )

@@ -12,11 +12,10 @@ from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
-from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.earlier_bench import EarlierBench
-from splitc.runtime.tools.trace import draw_timeline
-from splitc.runtime.units import format_bytes, format_seconds
+from splitc.runtime.tools.trace import draw_timeline, time_caveats
+from splitc.runtime.units import format_bytes
 
 # The most outputs that `check` lists one by one, the worst first. A decoder has two for each layer.
 LISTED = 12
@@ -83,29 +82,19 @@ def print_memory_terms() -> None:
 
 def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None) -> None:
     """Print a package's times and a timeline of its ranks, with an earlier bench for comparison if given."""
-    ratio = "package / unsplit"
-    numbers = ("latency", "90 %", "rate", *[ratio] * bool(result.baselines))
-    rows = table("", "threads", *numbers, right=numbers)
-    own = result.latency
-    threads = f"{len(result.ranks)} x {result.threads}"
-    rows.add_row("package", threads, format_seconds(own.median), format_seconds(own.p90), f"{result.rate:.1f}/s")
-    for other in result.baselines:
-        seconds = map(format_seconds, (other.latency.median, other.latency.p90))
-        rows.add_row("unsplit", str(other.threads), *seconds, f"{1 / other.latency.median:.1f}/s", f"{other.ratio:.3f}")
-    out.print(rows)
-    columns = ("busy", "waiting", "overhead", "at work")
-    rows = table("rank", *columns, right=columns)
-    for number, rank in enumerate(result.ranks):
-        times = map(format_seconds, (rank.busy, rank.waiting, rank.overhead))
-        rows.add_row(f"{number} {rank.device}", *times, f"{rank.utilization:.0%}")
-    out.print(rows)
+    for title, (numbers, lines) in ((("", "threads"), result.request_rows()), (("rank",), result.rank_rows())):
+        rows = table(*title, *numbers, right=numbers)
+        for line in lines:
+            rows.add_row(*line)
+        out.print(rows)
+    count = result.latency.runs
     if result.in_flight > 1:
         out.print(
-            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time"
-            + (f"; {ratio} compares the time per request." if result.baselines else ".")
+            f"{count} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time"
+            + ("; package / unsplit compares the time per request." if result.baselines else ".")
         )
     else:
-        out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
+        out.print(f"Medians of {count} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
     for text in time_caveats(manifest.ranks, result.timeline):
         out.print(text)
     drawn = draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :], min(TIMELINE, out.width - 8))

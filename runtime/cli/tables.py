@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
-from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.engines import operator_library
+from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.gpu.replayable import why_not_replayed
 from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import mode_in_words, words_of
@@ -164,3 +164,19 @@ def print_cuts(cuts: Sequence[Cut], from_main: bool, ranks: int) -> None:
         width = out.width - len(start) - len(more) - 1
         listed = ", ".join(fitted(name, width // min(3, len(names)) - 2) for name in names[:3]) + more
         out.print(f"{start}{listed or 'nothing'})")
+
+
+def describe_collectives(manifest: Manifest) -> str | None:
+    """A sentence for the user; None for a package without collectives."""
+    if any(engine.group for rank in manifest.ranks for engine in rank.engines):
+        return "each rank is one engine, with its collectives inside"
+    if not manifest.collectives:
+        return None
+    most = max(len(rank.engines) for rank in manifest.ranks)
+    text = f"each rank is up to {most} engines, with its collectives between them"
+    if find_kind(manifest.engine).uses_operators and not operator_library.is_built():
+        text += (
+            ", which is slower: splitc was installed without its C library (install a C compiler, then splitc again, "
+            "then compile again)"
+        )
+    return text

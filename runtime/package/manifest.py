@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from splitc.runtime.package.build import Build as Build
-from splitc.runtime.package.build import BuildOptions as BuildOptions
-from splitc.runtime.package.build import Built as Built
+from splitc.runtime.package.engine_file import Build as Build
+from splitc.runtime.package.engine_file import BuildOptions as BuildOptions
+from splitc.runtime.package.engine_file import Built as Built
 from splitc.runtime.package.engine_file import EngineFile as EngineFile
 from splitc.runtime.package.engine_file import Sizes as Sizes
 from splitc.runtime.package.engine_file import Weight as Weight

@@ -13,17 +13,16 @@ from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.reports.bench_verdict import bench_verdict
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
-from splitc.runtime.reports.latency_chart import compared_section, latency_section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank, strip_section
 from splitc.runtime.reports.timeline_chart import timeline_sections
-from splitc.runtime.reports.times_chart import times_section
+from splitc.runtime.reports.times_charts import compared_section, latency_section, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
-from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.earlier_bench import EarlierBench
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
+from splitc.runtime.tools.trace import time_caveats
 from splitc.runtime.units import format_shape
 
 BUDGET = "what is free on this machine now"

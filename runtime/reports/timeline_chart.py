@@ -12,8 +12,7 @@ from splitc.runtime.ranks.request import Execution
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
-from splitc.runtime.tools.caveats import is_launch
-from splitc.runtime.tools.trace import Timeline, describe
+from splitc.runtime.tools.trace import Timeline, describe, is_launch
 from splitc.runtime.units import format_seconds
 
 COMPUTES, LAUNCHES, FINISHES, REPLAYS = "computes", "launches a GPU's work", "waits for its GPU", "replays a CUDA graph"

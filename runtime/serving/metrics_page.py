@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.requests.metrics import Metrics
@@ -69,3 +71,14 @@ def _readings(metrics: Metrics, devices: Sequence[Device]) -> Iterator[tuple[Fam
     yield IN_FLIGHT, {}, metrics.in_flight
     for rank, (device, seconds) in enumerate(zip(devices, metrics.busy, strict=True)):
         yield BUSY, {"rank": str(rank), "device": str(device)}, seconds
+
+
+@cache
+def find_metric(family: Family) -> Any:
+    """MLServer's metrics of one name, for all models of this process. mlserver.register only makes histograms."""
+    from prometheus_client import Counter, Gauge  # which other servers lack
+
+    names = ("model", *family.labels)
+    if family.counts:
+        return Counter(family.name, family.help, names)
+    return Gauge(family.name, family.help, names, multiprocess_mode="livesum")

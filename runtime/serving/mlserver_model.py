@@ -19,8 +19,7 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.interface import TYPES
 from splitc.runtime.serving.kept_sequences import SequenceStep
-from splitc.runtime.serving.metrics_page import Family, MetricsPage, Put
-from splitc.runtime.serving.prometheus_metrics import find_metric
+from splitc.runtime.serving.metrics_page import Family, MetricsPage, Put, find_metric
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.threads.futures import Executor
 

@@ -1,4 +1,4 @@
-"""A package whose ranks are stages, which other programs can run one after another."""
+"""A package's engines for other programs: stages that they run one after another, and what Triton's TensorRT loads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.kinds import TENSORRT, find_kind
 from splitc.runtime.errors import MisuseError, needed
 from splitc.runtime.files.written import link_file
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
@@ -74,3 +74,40 @@ def _only_engine(manifest: Manifest, rank: Rank, runner: str) -> EngineFile:
             what, instead = "this one ranks take turns within a stage, for weights that are placed", "without these"
         raise MisuseError(f"{runner} runs stages one after the other, and in {what}: compile {instead}")
     return rank.engines[0]
+
+
+# The first TensorRT whose engines have int64: older ones take int32 where the model has that.
+WITH_INT64 = 10
+# The first one that the backend runs several ranks with.
+WITH_RANKS = 11
+
+
+def check_loadable(manifest: Manifest, least: int, option: str) -> None:
+    """Raise MisuseError unless the engines are TensorRT's, from version `least` on, are built and have their weights.
+
+    `option` is what the user is to leave out if they are not.
+    """
+    if manifest.engine != TENSORRT or manifest.build is None:
+        raise MisuseError(
+            f"Triton's TensorRT backend runs engines of TensorRT, and this package has {manifest.engine}'s: compile "
+            f"with --engine tensorrt, or leave out {option}"
+        )
+    built = manifest.build.built
+    if built is None:
+        raise MisuseError("the engines are not built yet: run 'splitc build' on a machine with the GPUs, then export")
+    if int(built.version.split(".")[0]) < least:
+        raise MisuseError(
+            f"Triton's TensorRT backend needs engines of TensorRT {least} or later here, and these are of "
+            f"{built.version}: compile with a later one, or leave out {option}"
+        )
+    if manifest.build.options.strip_weights:
+        raise MisuseError(
+            f"the engines have no weights (--strip-weights), and Triton can't add them: compile without it, or leave "
+            f"out {option}"
+        )
+    for rank in manifest.ranks:
+        for engine in rank.engines:
+            if lists := [name for name, sizes in engine.sizes.items() if sizes.values is not None]:
+                raise MisuseError(
+                    f"'{lists[0]}' is a list of sizes, which Triton can't feed to an engine: leave out {option}"
+                )

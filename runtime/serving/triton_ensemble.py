@@ -11,8 +11,7 @@ from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
-from splitc.runtime.serving.stage_engines import find_stages, write_stage_file
-from splitc.runtime.serving.tensorrt_engines import WITH_INT64, check_loadable
+from splitc.runtime.serving.stage_engines import WITH_INT64, check_loadable, find_stages, write_stage_file
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
 from splitc.runtime.threads.progress import counted
 

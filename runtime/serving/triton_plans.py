@@ -15,8 +15,7 @@ from splitc.runtime.package.manifest import EngineFile, Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
-from splitc.runtime.serving.stage_engines import check_one_copy
-from splitc.runtime.serving.tensorrt_engines import WITH_RANKS, check_loadable
+from splitc.runtime.serving.stage_engines import WITH_RANKS, check_loadable, check_one_copy
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
 from splitc.runtime.threads.progress import counted
 

@@ -21,6 +21,7 @@ from splitc.runtime.session.session import Session
 from splitc.runtime.threads.futures import in_order
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.unsplit import all_feeds, load_unsplit, need_inputs
+from splitc.runtime.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Latency:
     median: float
     p90: float
     runs: int
+
+    def said(self) -> tuple[str, str]:
+        """Both as text."""
+        return format_seconds(self.median), format_seconds(self.p90)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class RankTimes:
     waiting: float
     overhead: float
     utilization: float
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Busy, waiting and overhead."""
+        return self.busy, self.waiting, self.overhead
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,25 @@ class BenchResult:
     timeline: list[dict[int, Execution]]
     alone: dict[int, Execution]
     model: Source
+
+    def request_rows(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+        """For tables: the names of numbers, and a row each for the package and the unsplit model."""
+        ratio = ["package / unsplit"] * bool(self.baselines)
+        threads = f"{len(self.ranks)} x {self.threads}"
+        package = ["package", threads, *self.latency.said(), f"{self.rate:.1f}/s", *("" for _ in ratio)]
+        others = [
+            ["unsplit", f"{n.threads}", *n.latency.said(), f"{1 / n.latency.median:.1f}/s", f"{n.ratio:.3f}"]
+            for n in self.baselines
+        ]
+        return ("latency", "90 %", "rate", *ratio), [package, *others]
+
+    def rank_rows(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+        """For tables: the names of numbers, and a row for each rank."""
+        rows: list[Sequence[str]] = [
+            [f"{number} {rank.device}", *map(format_seconds, rank.seconds), f"{rank.utilization:.0%}"]
+            for number, rank in enumerate(self.ranks)
+        ]
+        return ("busy", "waiting", "overhead", "at work"), rows
 
 
 # Requests in a round, for each request in flight. Package and unsplit model take turns by rounds. A choice: with fewer

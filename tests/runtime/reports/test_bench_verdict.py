@@ -12,7 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Source
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.reports.bench_verdict import bench_verdict
-from splitc.runtime.reports.latency_chart import latency_section
+from splitc.runtime.reports.times_charts import latency_section
 from splitc.runtime.tools.bench import Baseline, BenchResult, Latency, RankTimes
 from splitc.runtime.tools.earlier_bench import EarlierBench, EarlierTimes, read_bench
 from tests.helpers.command import splitc

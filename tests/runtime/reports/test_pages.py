@@ -23,8 +23,8 @@ from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.reports.theme import altair
 from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
-from splitc.runtime.tools.caveats import INSIDE, LAUNCHED, REPLAYED
 from splitc.runtime.tools.compare import compare
+from splitc.runtime.tools.trace import INSIDE, LAUNCHED, REPLAYED
 from splitc.runtime.units import format_seconds
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.command import splitc

@@ -14,7 +14,7 @@ from splitc.compiler.request.places import Place
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.states import State
-from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
+from splitc.runtime.serving.genai_folder import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
 from tests.helpers.feeds import LAYERS
 from tests.helpers.folders import write_json

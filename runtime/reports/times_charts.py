@@ -1,4 +1,4 @@
-"""The times of requests: a histogram, with that of an earlier bench, and a table with the unsplit model's time."""
+"""The times of requests, beside an earlier bench's and the unsplit model's, and each rank's time per request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from splitc.runtime.reports.contents import Section, Table
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
-from splitc.runtime.reports.times_chart import latencies_table
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.earlier_bench import EarlierBench
 from splitc.runtime.units import format_seconds
@@ -21,13 +20,16 @@ BARS, FOR_EACH = 30, 4
 LEFT_OUT, FAR = 0.01, 1.5
 NOW, THEN = "now", "then"
 PAINT = {NOW: "var(--busy)", THEN: "var(--sums)"}
+# A rank's time, in the order of `RankTimes.seconds`.
+PARTS = {"busy": "var(--busy)", "waiting": "var(--track)", "overhead": "var(--sends)"}
 
 
 def latency_section(result: BenchResult, before: EarlierBench | None) -> Section:
     """The times of requests."""
     series = {NOW: result.seconds} | ({THEN: before.time.seconds} if before is not None else {})
     series = {name: seconds for name, seconds in series.items() if seconds}
-    table = latencies_table(result)
+    numbers, rows = result.request_rows()
+    table = Table("Time of a request", ("", "threads", *numbers), rows, numbers, folded=False)
     if len(result.seconds) < 2:
         return Section("Latency", tables=[table])
     every = np.concatenate(list(series.values()))
@@ -85,3 +87,37 @@ def _chart(result: BenchResult, series: dict[str, list[float]], end: float) -> A
         .encode(x=alt.X("at:Q", scale=times), tooltip=alt.Tooltip("said:N"))
     )
     return finished(alt.layer(bars, lines), height=160)
+
+
+def times_section(result: BenchResult, at_work: str, caveats: Sequence[str]) -> Section:
+    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what the times include."""
+    alt = altair()
+    labels = [f"{number} {rank.device}" for number, rank in enumerate(result.ranks)]
+    times = [rank.seconds for rank in result.ranks]
+    unit, worth = unit_for(max(map(sum, times), default=0.0), SECONDS)
+    rows = [
+        {"rank": label, "kind": kind, "order": number, "time": seconds / worth, "said": format_seconds(seconds)}
+        for label, seconds_by_kind in zip(labels, times, strict=True)
+        for number, (kind, seconds) in enumerate(zip(PARTS, seconds_by_kind, strict=True))
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("rank:N", sort=labels, title=None, scale=alt.Scale(paddingInner=0.3)),
+            x=alt.X("time:Q", stack=True, title=unit),
+            color=alt.Color("kind:N", scale=alt.Scale(domain=list(PARTS), range=list(PARTS.values())), legend=None),
+            order="order:Q",
+            tooltip=[alt.Tooltip("rank:N"), alt.Tooltip("kind:N"), alt.Tooltip("said:N", title="for")],
+        )
+    )
+    alone = result.in_flight == 1
+    count = f"one request at a time: {at_work}" if alone else f"{result.in_flight} requests in flight"
+    numbers, lines = result.rank_rows()
+    return Section(
+        "Time of each rank",
+        [f"Medians of {result.latency.runs} runs, {count}.", *caveats],
+        legend=PARTS,
+        chart=finished(chart, height=30 * len(labels)),
+        tables=[Table("Times in numbers", ("rank", *numbers), lines, numbers)],
+    )
