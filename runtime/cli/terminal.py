@@ -25,8 +25,7 @@ from typer.core import TyperGroup
 from splitc.runtime.cli.pages import page_for
 from splitc.runtime.errors import MisuseError, SplitcError, typed_options
 from splitc.runtime.files.explained import Interrupted, explained
-from splitc.runtime.files.visible_text import VISIBLE, visible
-from splitc.runtime.units import shortened, shortened_middle
+from splitc.runtime.units import VISIBLE, shortened, shortened_middle, visible
 
 # The width of output to a file or another program.
 WIDE = 200

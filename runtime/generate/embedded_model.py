@@ -47,7 +47,7 @@ class Embedding:
 
 
 class EmbeddedModel:
-    """The decoder, with tokens as inputs. `embeds` is its input of embeddings.
+    """The decoder, with tokens as inputs. `embeds` is its input of embeddings. For the methods see ModelRunner.
 
     With `places`, its input `positions` has several numbers for each token; the caller feeds one.
     """
@@ -73,16 +73,13 @@ class EmbeddedModel:
 
     @property
     def replays(self) -> bool:
-        """See ModelRunner."""
         return self._decoder.replays
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """See ModelRunner."""
         embedded, _ = self.embedded(feeds, 0)
         return self._decoder.run(embedded)
 
     def start(self, capacity: int | None = None) -> EmbeddedSequence:
-        """See ModelRunner."""
         return EmbeddedSequence(self, self._decoder.start(capacity))
 
     def embedded(self, feeds: Mapping[str, npt.ArrayLike], used: int) -> tuple[dict[str, Any], int]:
@@ -96,30 +93,25 @@ class EmbeddedModel:
 
 
 class EmbeddedSequence:
-    """A sequence of the decoder that takes tokens. An image's rows are used in the order of its requests."""
+    """A sequence of the decoder that takes tokens: see StateHolder. Images' rows are used in the order of requests."""
 
     def __init__(self, model: EmbeddedModel, sequence: StateHolder) -> None:
         self._model, self._sequence, self._used = model, sequence, 0
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """See StateSequence."""
         embedded, self._used = self._model.embedded(feeds, self._used)
         return self._sequence.run(embedded)
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
-        """See StateSequence."""
         self._sequence.hold(feeds)
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
-        """See StateSequence."""
         self._sequence.load(states)
 
     def grow(self, capacity: int) -> None:
-        """See StateSequence."""
         self._sequence.grow(capacity)
 
     def close(self) -> None:
-        """See StateSequence."""
         self._sequence.close()
 
 

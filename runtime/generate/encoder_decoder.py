@@ -27,7 +27,10 @@ from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 
 class BoundModel:
-    """A model without the inputs `feeds`, which are added to each request, and held on the ranks by a sequence."""
+    """A model without the inputs `feeds`, which are added to each request, and held on the ranks by a sequence.
+
+    For the methods see ModelRunner.
+    """
 
     def __init__(self, session: ModelRunner, feeds: Mapping[str, npt.ArrayLike]) -> None:
         self._session = session
@@ -37,15 +40,13 @@ class BoundModel:
 
     @property
     def replays(self) -> bool:
-        """See ModelRunner."""
         return self._session.replays
 
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """See ModelRunner."""
         return self._session.run({**feeds, **self._feeds})
 
     def start(self, capacity: int | None = None) -> StateHolder:
-        """See ModelRunner. Bound inputs stay on the ranks."""
+        """A sequence, with the bound inputs held."""
         sequence = self._session.start(capacity)
         sequence.hold(self._feeds)
         return sequence

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.cache import read_cache, write_cache
-from splitc.runtime.files.visible_text import visible
 from splitc.runtime.files.written import written_whole
-from splitc.runtime.units import block_range, format_bytes
+from splitc.runtime.units import block_range, format_bytes, visible
 
 if TYPE_CHECKING:
     from splitc.runtime.reports.contents import Chart, Page

@@ -164,7 +164,6 @@ class Replicas:
             request.finish(part.replica * self._size + rank, {}, NEVER, error)
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """See Workers."""
         division = self._sequences.pop(sequence, None)
         # Any replica may hold a sum of adapters.
         for replica in range(len(self._replicas)) if division is None else [replica for replica, _ in division]:
@@ -177,7 +176,6 @@ class Replicas:
                 self._replicas[part.replica].watch(future if len(request.parts) == 1 else None, part)
 
     def start(self) -> None:
-        """See Workers."""
         for number, ranks in enumerate(self._replicas):
             try:
                 ranks.start()
@@ -191,41 +189,33 @@ class Replicas:
                 raise
 
     def wait_loaded(self) -> None:
-        """See Workers."""
         for ranks in self._replicas:
             ranks.wait_loaded()
 
     @property
     def notes(self) -> list[str]:
-        """See Workers."""
         return list(dict.fromkeys(note for ranks in self._replicas for note in ranks.notes))
 
     def device_memory(self) -> list[RankMemory]:
-        """See Workers."""
         return [memory for ranks in self._replicas for memory in ranks.device_memory()]
 
     def bring_in(self) -> None:
-        """See Workers."""
         for ranks in self._replicas:
             ranks.bring_in()
 
     def abort(self, error: BaseException) -> None:
-        """See Workers."""
         for ranks in self._replicas:
             ranks.abort(error)
 
     def stop(self) -> None:
-        """See Workers."""
         for ranks in self._replicas:
             ranks.stop()
 
     def join(self, patience: float) -> bool:
-        """See Workers."""
         deadline = time.monotonic() + patience
         return all(ranks.join(max(0.0, deadline - time.monotonic())) for ranks in self._replicas)
 
     def clear(self) -> None:
-        """See Workers."""
         for ranks in self._replicas:
             ranks.clear()
 
