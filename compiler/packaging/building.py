@@ -20,7 +20,7 @@ from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import describe_files
-from splitc.runtime.package.manifest import Build, BuildOptions, EngineFile, Manifest, Rank
+from splitc.runtime.package.manifest import Build, BuildOptions, Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest, write_manifest
 from splitc.runtime.package.verification import STAMP, verify_files
 
@@ -88,7 +88,7 @@ def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, Bu
     manifest = read_manifest(package)
     if not find_kind(manifest.engine).is_built or manifest.build is None:
         raise MisuseError(f"{package} has {manifest.engine} engines, which are ONNX files: there is nothing to build")
-    if any(engine.source is None for engine in _engines(manifest)):
+    if any(engine.source is None for engine in manifest.engines):
         raise MisuseError(
             f"{package} does not hold the ONNX files that its engines are built from: compile the model again, with "
             "--keep-onnx or --build later"
@@ -96,7 +96,7 @@ def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, Bu
     settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
     check_settings(manifest.engine, settings)
     find_builder(manifest.engine).check_here(manifest.engine)
-    replaced = tuple(engine.path for engine in _engines(manifest))
+    replaced = tuple(engine.path for engine in manifest.engines)
     verify_files(package, [file for file in manifest.files if not file.path.endswith(replaced)])
     return manifest, settings
 
@@ -118,7 +118,7 @@ def finish_package(
     keep = settings.keep_sources or settings.options.strip_weights
     if not keep:
         manifest = _without_sources(folder, manifest)
-    engines = {engine.path for engine in _engines(manifest)}
+    engines = {engine.path for engine in manifest.engines}
     others = [file for file in manifest.files if file.path not in engines and (folder / file.path).exists()]
     files = sorted([*others, *describe_files(folder, [folder / path for path in engines])], key=lambda file: file.path)
     return write_manifest(folder, msgspec.structs.replace(manifest, build=Build(settings.options, built), files=files))
@@ -136,7 +136,7 @@ def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
 
 def _without_sources(folder: Path, manifest: Manifest) -> Manifest:
     """Remove the ONNX files and their weights. Returns the manifest without them."""
-    kept = {folder / engine.path for engine in _engines(manifest)}
+    kept = {folder / engine.path for engine in manifest.engines}
     for path in [path for path in folder.rglob("*") if path.is_file() and path not in kept]:
         path.unlink()
 
@@ -145,10 +145,6 @@ def _without_sources(folder: Path, manifest: Manifest) -> Manifest:
         return msgspec.structs.replace(rank, engines=engines)
 
     return msgspec.structs.replace(manifest, ranks=list(map(bare, manifest.ranks)))
-
-
-def _engines(manifest: Manifest) -> list[EngineFile]:
-    return [engine for rank in manifest.ranks for engine in rank.engines]
 
 
 def copy_package(package: Path, folder: Path) -> None:

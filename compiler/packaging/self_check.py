@@ -72,9 +72,8 @@ def check_loads(package: Path, manifest: Manifest) -> None:
     packages that run on CPUs.
     """
     on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
-    engines = [engine for rank in manifest.ranks for engine in rank.engines]
-    files = [(engine, engine.source or engine.path) for engine in engines]
-    files += [(engine, engine.adapted) for engine in engines if engine.adapted is not None]
+    files = [(engine, engine.source or engine.path) for engine in manifest.engines]
+    files += [(engine, engine.adapted) for engine in manifest.engines if engine.adapted is not None]
     for engine, name in files:
         path = package / name
         uses_operators = bool(engine.group) and find_kind(manifest.engine).uses_operators

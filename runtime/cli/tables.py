@@ -168,7 +168,7 @@ def print_cuts(cuts: Sequence[Cut], from_main: bool, ranks: int) -> None:
 
 def describe_collectives(manifest: Manifest) -> str | None:
     """A sentence for the user; None for a package without collectives."""
-    if any(engine.group for rank in manifest.ranks for engine in rank.engines):
+    if any(engine.group for engine in manifest.engines):
         return "each rank is one engine, with its collectives inside"
     if not manifest.collectives:
         return None

@@ -32,7 +32,7 @@ def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device
     if not kind.is_built or manifest.build is None:
         return
     again = f"splitc build {package}"
-    if any(engine.source is None for rank in manifest.ranks for engine in rank.engines):
+    if any(engine.source is None for engine in manifest.engines):
         again = f"splitc compile {manifest.source.name} -o {package} --force --engine {manifest.engine} ..."
     built, options = manifest.build.built, manifest.build.options
     if built is None:

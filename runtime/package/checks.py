@@ -28,9 +28,10 @@ def find_contradiction(manifest: Manifest) -> str | None:
         _threads,
         _files,
         _weights,
-        _fused,
-        _products,
+        _operators,
         _names,
+        _of_ranks,
+        _states,
         _groups,
         _programs,
         _exchanges,
@@ -88,7 +89,7 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
     for name in preamble.blanks:
         if name not in preamble.outputs:
             yield f"the preamble does not make '{name}', which says what rows are zeros"
-    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+    for engine in manifest.engines:
         if not manifest.masks.isdisjoint(engine.inputs) and engine.unmasked is None:
             yield f"the engine '{engine.path}' has no form without masks"
 
@@ -96,7 +97,7 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
 def _weights(manifest: Manifest) -> Iterator[str]:
     """Weights lie in files of the package, within the files' sizes."""
     sizes = {file.path: file.bytes for file in manifest.files}
-    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+    for engine in manifest.engines:
         for weight in engine.weights or ():
             path = (PurePosixPath(engine.path).parent / weight.file).as_posix()
             if path not in sizes:
@@ -107,17 +108,12 @@ def _weights(manifest: Manifest) -> Iterator[str]:
                 yield f"the weight '{weight.name}' ends outside of its file '{path}', which has {sizes[path]:,} bytes"
 
 
-def _fused(manifest: Manifest) -> Iterator[str]:
-    """Kernels of fused operators compile, and read only their inputs."""
-    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+def _operators(manifest: Manifest) -> Iterator[str]:
+    """Kernels of fused operators compile, and read only their inputs. cuBLAS can compute the products to load ahead."""
+    for engine in manifest.engines:
         for kernel in engine.fused:
             for wrong in fused.find_wrong(kernel):
                 yield f"the fused operator '{kernel.name}' of '{engine.path}' can't be run: {wrong}"
-
-
-def _products(manifest: Manifest) -> Iterator[str]:
-    """Products whose kernels are loaded ahead are such that cuBLAS can compute them."""
-    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         for one in engine.products:
             for wrong in products.find_wrong(one):
                 yield f"a product of '{engine.path}' can't be computed: {wrong}"
@@ -132,47 +128,53 @@ def is_inside(path: str) -> bool:
 
 
 def _names(manifest: Manifest) -> Iterator[str]:
-    """Names are those of the model's inputs and outputs, without duplicates, and each output has a source."""
+    """Inputs and outputs have names of their own and known types, and what has a batch is one of them."""
     if not manifest.ranks:
         yield "it has no ranks"
-    inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.overridable)]
-    outputs = [tensor.name for tensor in manifest.outputs]
-    added = set(manifest.added)
-    for kind, names in (("input", inputs), ("output", outputs)):
-        for name, count in Counter(names).items():
+    of_kinds = {"input": [*manifest.inputs, *manifest.overridable], "output": manifest.outputs}
+    known = set(manifest.added)
+    for kind, tensors in of_kinds.items():
+        known.update(tensor.name for tensor in tensors)
+        for name, count in Counter(tensor.name for tensor in tensors).items():
             if count > 1:
                 yield f"the {kind} '{name}' is there {count} times"
+        for tensor in tensors:
+            if tensor.dtype not in KNOWN:
+                yield f"'{tensor.name}' has the unknown type '{tensor.dtype}'"
+    for name in manifest.batch or {}:
+        if name not in known:
+            yield f"'{name}', which has a batch, is neither an input nor an output"
+
+
+def _of_ranks(manifest: Manifest) -> Iterator[str]:
+    """Ranks take inputs and give outputs, and each output has a source."""
+    inputs = {tensor.name for tensor in (*manifest.inputs, *manifest.overridable)}
+    outputs = [tensor.name for tensor in manifest.outputs]
+    takes = inputs.union(manifest.added)
     for number, rank in enumerate(manifest.ranks):
         for name in (*rank.inputs, *(override.input for override in rank.overrides)):
-            if name not in inputs and name not in added:
+            if name not in takes:
                 yield f"rank {number} takes '{name}', which is no input"
         for name in rank.outputs:
             if name not in outputs:
                 yield f"rank {number} gives '{name}', which is no output"
-    for tensor in (*manifest.inputs, *manifest.overridable, *manifest.outputs):
-        if tensor.dtype not in KNOWN:
-            yield f"'{tensor.name}' has the unknown type '{tensor.dtype}'"
-    given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}
+    given = inputs.union(*(rank.outputs for rank in manifest.ranks))
     for name in outputs:
         if name not in given:
             yield f"no rank gives the output '{name}'"
+
+
+def _states(manifest: Manifest) -> Iterator[str]:
+    """States go from outputs to inputs. Lengths belong to states, and are sizes of inputs."""
+    inputs = {tensor.name: tensor.shape for tensor in manifest.inputs}
+    known, outputs = inputs.keys() | {t.name for t in manifest.overridable}, {t.name for t in manifest.outputs}
     for state in manifest.states:
-        if state.input not in inputs or state.output not in outputs:
+        if state.input not in known or state.output not in outputs:
             yield f"the state from '{state.output}' to '{state.input}' is not from an output to an input"
-    shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
-    for state in manifest.states:
-        shape = shapes.get(state.input)
+        shape = inputs.get(state.input)
         if state.grows is not None and shape is not None and not 0 <= state.grows < len(shape):
             yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
-    yield from _lengths(manifest)
-    for name in manifest.batch or {}:
-        if name not in (*inputs, *outputs, *added):
-            yield f"'{name}', which has a batch, is neither an input nor an output"
-
-
-def _lengths(manifest: Manifest) -> Iterator[str]:
-    """Lengths belong to states, and are sizes of inputs."""
-    states, inputs = {state.input for state in manifest.states}, {tensor.name for tensor in manifest.inputs}
+    states = {state.input for state in manifest.states}
     for length in manifest.lengths:
         if length.input in inputs:
             yield f"'{length.input}' is an input, and a length too"

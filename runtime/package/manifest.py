@@ -311,6 +311,11 @@ class Manifest(Struct, frozen=True):
         return [device for replica in self.replicas for device in replica.devices]
 
     @property
+    def engines(self) -> list[EngineFile]:
+        """The engines of all ranks."""
+        return [engine for rank in self.ranks for engine in rank.engines]
+
+    @property
     def added(self) -> list[str]:
         """The ranks' inputs that are not the model's: lengths, outputs of the preamble, and kept rows."""
         lengths = [name for length in self.lengths for name in length.names]

@@ -179,5 +179,4 @@ def _remember(package: Path, compared: Sequence[Known]) -> None:
 
 def engine_files(manifest: Manifest) -> list[str]:
     """The paths of engines and their sources, to compare before they are loaded."""
-    engines = (engine for rank in manifest.ranks for engine in rank.engines)
-    return [path for engine in engines for path in (engine.path, engine.source) if path is not None]
+    return [path for engine in manifest.engines for path in (engine.path, engine.source) if path is not None]

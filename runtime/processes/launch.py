@@ -128,8 +128,7 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
     """The groups of ranks whose engines meet: to exchange values, or to agree on NCCL's transfers."""
     if not find_kind(manifest.engine).uses_operators:
         return set()
-    files = [file for rank in manifest.ranks for file in rank.engines if file.group]
-    return {tuple(file.group) for file in files}
+    return {tuple(file.group) for file in manifest.engines if file.group}
 
 
 def find_pairs(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, int]]:

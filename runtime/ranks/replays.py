@@ -57,8 +57,7 @@ class RankReplays:
         self._computation, self._gpu = computation, computation.backend
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
-        files = (file for rank in manifest.ranks for file in rank.engines)
-        self._kept = KeptRecordings(same_feeds=any(file.convolves for file in files))
+        self._kept = KeptRecordings(same_feeds=any(file.convolves for file in manifest.engines))
         # By the number of a sequence.
         self._homes: dict[int | None, Home] = {}
 

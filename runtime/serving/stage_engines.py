@@ -40,7 +40,7 @@ def write_stage_file(manifest: Manifest, source: Path, target: Path) -> None:
     Raises MisuseError if that needs onnx, which is not installed.
     """
     kept = manifest.kept_rows
-    engines = [engine for rank in manifest.ranks for engine in rank.engines if source.match(engine.path)]
+    engines = [engine for engine in manifest.engines if source.match(engine.path)]
     if kept is None or not any(kept.input in engine.inputs for engine in engines):
         link_file(source, target)
         return
@@ -105,9 +105,8 @@ def check_loadable(manifest: Manifest, least: int, option: str) -> None:
             f"the engines have no weights (--strip-weights), and Triton can't add them: compile without it, or leave "
             f"out {option}"
         )
-    for rank in manifest.ranks:
-        for engine in rank.engines:
-            if lists := [name for name, sizes in engine.sizes.items() if sizes.values is not None]:
-                raise MisuseError(
-                    f"'{lists[0]}' is a list of sizes, which Triton can't feed to an engine: leave out {option}"
-                )
+    for engine in manifest.engines:
+        if lists := [name for name, sizes in engine.sizes.items() if sizes.values is not None]:
+            raise MisuseError(
+                f"'{lists[0]}' is a list of sizes, which Triton can't feed to an engine: leave out {option}"
+            )
