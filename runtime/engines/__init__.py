@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
-from splitc.runtime.package.fused import Fused
-from splitc.runtime.package.manifest import Weight
-from splitc.runtime.package.products import Product
+from splitc.runtime.package.manifest import EngineFile, Weight
 
 
 class Engine(Protocol):
@@ -88,28 +86,18 @@ class Communicator(Protocol):
 class LoadOptions:
     """How to load an engine.
 
+    - `entry`: what its package's manifest says of it.
     - `source`: the ONNX file that the engine was built from.
-    - `sizes_only`: inputs of which the engine reads only the sizes.
     - `communicator`: for an engine with collectives inside. All ranks of its group must load theirs at the same time.
-    - `weights`: the weights that lie in files beside the engine.
-    - `tuned`: whether it has kernels that may be chosen by shape.
-    - `unaligned_bias`: whether its attention adds a bias whose rows may have any length, on a GPU.
+    - `weights`: those in files beside the engine that several sessions may share.
     - `replays`: whether runs may be recorded as CUDA graphs.
-    - `fused`: its fused operators, on a GPU.
-    - `branches_by_sizes`: whether it has an If that sizes alone decide.
-    - `products`: its products of any number of rows, on a GPU.
     """
 
+    entry: EngineFile = EngineFile("", [], [])
     source: Path | None = None
-    sizes_only: Collection[str] = ()
     communicator: Communicator | None = None
     weights: Sequence[Weight] | None = None
-    tuned: bool = True
-    unaligned_bias: bool = False
     replays: bool = True
-    fused: Sequence[Fused] = ()
-    branches_by_sizes: bool = False
-    products: Sequence[Product] = ()
 
 
 class Backend(ABC):

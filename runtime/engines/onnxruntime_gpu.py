@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -41,7 +41,6 @@ from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
 from splitc.runtime.gpu.weights import SwappedWeights, place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.fused import Fused
-from splitc.runtime.package.products import Product
 
 PROVIDER = "CUDAExecutionProvider"
 # The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.
@@ -203,9 +202,9 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared, communicator = self._place(path, options), options.communicator
-        attention = partial(attention_for, gpu=self.index, unaligned_bias=options.unaligned_bias)
-        opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {}, attention)
-        shares = options.tuned and shared is not None
+        attention = partial(attention_for, gpu=self.index, unaligned_bias=options.entry.unaligned_bias)
+        opened = partial(self._open, path, (communicator, self._fuse(options.entry.fused)), shared or {}, attention)
+        shares = shared is not None and (options.entry.attends or options.entry.convolves)
         sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
@@ -217,7 +216,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             )
         is_captured = self._cuda_graphs and options.replays and capture_blocker is None
         run_options = self._run_options_for(is_captured, communicator is None)
-        how = run_options, options.sizes_only, capture_blocker, shared or {}, self._limit
+        how = run_options, options.entry.sizes_only, capture_blocker, shared or {}, self._limit
         return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
 
     def _run_options_for(self, is_captured: bool, is_alone: bool) -> Sequence[ort.RunOptions]:
@@ -256,10 +255,8 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             self.notes.append(f"{path.name}: its weights stay on {self.name} while other modules work")
         if weights is None or not can_share(weights):
             return None
-        return place_weights(self, path.parent, weights, partial(self._load_kernels, options.products))
-
-    def _load_kernels(self, products: Sequence[Product], weights: Iterable[ort.OrtValue]) -> None:
-        self._kernels.load(products, weights, self._limit)
+        load = partial(self._kernels.load, options.entry.products, limit=self._limit)
+        return place_weights(self, path.parent, weights, load)
 
     def limit(self, size: int | None) -> None:
         self._limit = size
@@ -283,7 +280,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         capture_blocker = None
         if self._cuda_graphs and options.replays:
             try:
-                captured = opened(not options.branches_by_sizes, shares)
+                captured = opened(not options.entry.branches_by_sizes, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None
             except PackageError as error:
                 capture_blocker = f"{name} can't be loaded with CUDA graphs ({error.__cause__})"

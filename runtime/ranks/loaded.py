@@ -171,18 +171,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
             weights = file.weights if shares_weights(rank, file) else None
-            how = LoadOptions(
-                source=source,
-                sizes_only=file.sizes_only,
-                communicator=communicators.get(group),
-                weights=weights,
-                tuned=file.attends or file.convolves,
-                unaligned_bias=file.unaligned_bias,
-                replays=not why_unsafe_to_replay(rank, file),
-                fused=file.fused,
-                branches_by_sizes=file.branches_by_sizes,
-                products=file.products,
-            )
+            replays = not why_unsafe_to_replay(rank, file)
+            how = LoadOptions(file, source, communicators.get(group), weights, replays)
             engines.append(load_engine(backend, setup, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

@@ -76,41 +76,46 @@ def execute(
     is sent to them instead of values. So a failed request leaves no values in flight. The first error is raised at the
     end.
     """
-    values: dict[str, Any] = {}
-    spans = []
-    failure: Failure | None = None
     fed = attempt(feeds)
-    if isinstance(fed, Failure):
-        failure = fed
-    else:
-        values.update(fed)
+    failure = fed if isinstance(fed, Failure) else None
+    values: dict[str, Any] = {} if isinstance(fed, Failure) else dict(fed)
+    spans = []
     for number, step in enumerate(program.steps):
         start = time.perf_counter()
-        if isinstance(step, Receive):
-            values[step.value] = received = attempt(partial(exchange.receive, step.source, step.value))
-            if isinstance(received, Failure):
-                failure = failure or received
-        elif isinstance(step, Send):
-            failure = _send(exchange, step, failure or values[step.value])
-        elif isinstance(step, Reduce):
-            parts = failure or [values[name] for name in step.parts]
-            wholes = attempt(partial(exchange.all_reduce, step, parts))
-            if isinstance(wholes, Failure):
-                failure = failure or wholes
-            else:
-                values.update(zip(step.wholes, wholes, strict=True))
-        elif failure is None:
-            made = attempt(partial(_run, program.engines[step.engine], values, into))
-            if isinstance(made, Failure):
-                failure = made
-            else:
-                values.update(made)
+        failure = _do(program, exchange, step, values, into, failure)
         spans.append(Span(step, start, time.perf_counter()))
         for name in program.last_uses.get(number, ()):
             values.pop(name, None)
     if failure is not None:
         raise failure.error
     return values, spans
+
+
+def _do(
+    program: Program,
+    exchange: Exchange,
+    step: Step,
+    values: dict[str, Any],
+    into: Mapping[str, Any],
+    failure: Failure | None,
+) -> Failure | None:
+    """Do a step, and add what it makes to the values. Returns the first failure so far: then nothing is computed."""
+    if isinstance(step, Send):
+        return _send(exchange, step, failure or values[step.value])
+    if isinstance(step, Receive):
+        values[step.value] = received = attempt(partial(exchange.receive, step.source, step.value))
+        return failure or (received if isinstance(received, Failure) else None)
+    if isinstance(step, Reduce):
+        parts = failure or [values[name] for name in step.parts]
+        made = attempt(lambda: exchange.all_reduce(step, parts))
+        if not isinstance(made, Failure):
+            made = dict(zip(step.wholes, made, strict=True))
+    else:
+        made = failure or attempt(partial(_run, program.engines[step.engine], values, into))
+    if isinstance(made, Failure):
+        return failure or made
+    values.update(made)
+    return failure
 
 
 def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,9 +159,7 @@ def _load(backend: Backend, setup: Setup, join: Callable[[Sequence[int]], Commun
     choices = choices_of(setup.manifest, rank)
     with backend.loading():
         return [
-            load_engine(
-                backend, setup, file, choices, LoadOptions(communicator=ends.get(tuple(file.group)), fused=file.fused)
-            )
+            load_engine(backend, setup, file, choices, LoadOptions(file, communicator=ends.get(tuple(file.group))))
             for file in rank.engines
         ]
 

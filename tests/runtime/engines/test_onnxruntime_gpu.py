@@ -22,7 +22,7 @@ from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.errors import PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
-from splitc.runtime.package.manifest import BuildOptions, Weight
+from splitc.runtime.package.manifest import BuildOptions, EngineFile, Weight
 from tests.helpers.needs import needs_dlpack
 
 
@@ -103,7 +103,7 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
     for branches, option in ((False, True), (True, False)):  # of branches that sizes decide, it is not asked
-        how = LoadOptions(branches_by_sizes=branches)
+        how = LoadOptions(EngineFile("", [], [], branches_by_sizes=branches))
         sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares, how)  # type: ignore[arg-type,return-value]
         assert (sessions, why) == ([*expected[:-1], (option, shares)], None)
 
