@@ -61,7 +61,8 @@ def run_on_arrays(
 def runner_on_arrays(session: ort.InferenceSession) -> RunOnArrays:
     """The function `run_on_arrays` of a session that runs often: the session's types are looked at once."""
     outputs = session.get_outputs()
-    if not any(_is_narrow(value.type) for value in (*session.get_inputs(), *outputs)):
+    types = [value.type for value in (*session.get_inputs(), *outputs)]
+    if not any(text.startswith("tensor(") and read_type(text) in CODES for text in types):
         return session.run  # type: ignore[no-any-return]
     everything = [value.name for value in outputs]
 
@@ -73,7 +74,3 @@ def runner_on_arrays(session: ort.InferenceSession) -> RunOnArrays:
         return [host_array(value) for value in made]
 
     return run
-
-
-def _is_narrow(text: str) -> bool:
-    return text.startswith("tensor(") and read_type(text) in CODES

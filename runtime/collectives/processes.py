@@ -125,11 +125,8 @@ class ProcessCollectives:
         agreed = self.all_gather(step.ranks, wholes if isinstance(wholes, Failure) else None)
         if isinstance(agreed, Failure):
             return agreed
-        communicator = self._of_group(step.ranks)
+        communicator = self._communicators.find(step.ranks) or self._communicators.create(step.ranks)
         for part, whole in zip(parts, wholes, strict=True):
             communicator.all_reduce(step.operation, part, whole, gpu.stream.ptr)
         gpu.keep(*parts)
         return wholes
-
-    def _of_group(self, ranks: Sequence[int]) -> NcclCommunicator:
-        return self._communicators.find(ranks) or self._communicators.create(ranks)

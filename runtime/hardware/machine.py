@@ -68,7 +68,8 @@ class Machine(Struct, frozen=True):
 
     def sum(self, one: Device, other: Device) -> Link:
         """The time of a sum over two devices of a host: measured, or else from the devices' profiles."""
-        return self.sums.get(pair_name(one, other)) or typical_sum(one, other)
+        typical = find_profile(one.kind).sum if one.kind == other.kind else MIXED_SUM
+        return self.sums.get(pair_name(one, other)) or typical
 
     def speed(self, device: Device) -> MeasuredSpeed:
         """The measured speed of a device; an empty one if it was not measured."""
@@ -78,11 +79,6 @@ class Machine(Struct, frozen=True):
 def typical_copy(one: Device, other: Device) -> Link:
     """The typical time of a copy between two devices, from their profiles."""
     return find_profile(one.kind).copy if one.kind == other.kind else MIXED_COPY
-
-
-def typical_sum(one: Device, other: Device) -> Link:
-    """The typical time of a sum over two devices, from their profiles."""
-    return find_profile(one.kind).sum if one.kind == other.kind else MIXED_SUM
 
 
 def link_end(device: Device) -> str:

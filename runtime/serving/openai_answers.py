@@ -17,7 +17,7 @@ from splitc.runtime.serving.openai_replies import Reply, card, failure, failure_
 from splitc.runtime.serving.openai_requests import Asked, RequestError, read_asked
 from splitc.runtime.serving.served_package import ServedPackage, is_clients_fault
 from splitc.runtime.serving.texts import Question, Texts, TooLongError, Written
-from splitc.runtime.serving.tool_calls import Message
+from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.threads.futures import Executor
 
 
@@ -84,13 +84,15 @@ class Writer:
         if not chat:
             text = asked.prompt
             return Prompt(self._texts.read_text(text) if isinstance(text, str) else text, "", likeliest)
-        if tools and (why := self._texts.why_no_tools()):
+        if tools and (why := why_no_tools(self._texts.templates)):
             raise RequestError("tools", f"'tools' can't be used here: {why}")
         text = self._texts.write_chat(asked.conversation(), tools)
         return Prompt(self._texts.read_text(text, special=False), text, likeliest, tools)
 
     def _message(self, prompt: Prompt, text: str) -> Message:
-        return self._texts.read_answer(prompt.text, text, prompt.tools) if prompt.tools else Message(text)
+        if not prompt.tools:
+            return Message(text)
+        return read_calls(self._texts.templates, prompt.text, text, prompt.tools)
 
     async def _stream(
         self, answers: Sequence[tuple[str, AsyncGenerator[str, None]]], prompt: Prompt, reply: Reply, with_usage: bool

@@ -17,7 +17,6 @@ from splitc.runtime.generate.sampling import Chances, Sampling
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.text import StopTexts, Text
 from splitc.runtime.generate.tokens import STOP
-from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.session.session import Session
 
 # transformers finds its names when they are imported, and not for two threads at once: models are loaded together.
@@ -76,25 +75,17 @@ class Texts:
     def __init__(self, folder: Path, context: int | None) -> None:
         self._text, self._context = Text.load(folder), context
         self._ends = self._text.find_endings()
-        self._templates = _load_templates(folder)
+        self.templates = _load_templates(folder)
         config = folder / "generation_config.json"
         self._config = read_config(config) if config.exists() else {}
 
     def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
-        if not self._templates.chat_template:
+        if not self.templates.chat_template:
             raise MisuseError("the model's tokenizer has no chat template: ask for completions of a text instead")
         how = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
         with blamed("the model's chat template refuses these messages"):  # which is a program of the model's author
-            return str(self._templates.apply_chat_template(list(messages), **how))
-
-    def why_no_tools(self) -> str | None:
-        """Why the model can't be offered tools; None if it can."""
-        return why_no_tools(self._templates)
-
-    def read_answer(self, prompt: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """The parts of an answer to a prompt: its text and its calls of tools. Raises as `read_calls`."""
-        return read_calls(self._templates, prompt, text, tools)
+            return str(self.templates.apply_chat_template(list(messages), **how))
 
     def read_text(self, text: str, special: bool = True) -> list[int]:
         """The tokens of a text, with those that the tokenizer adds if `special`."""

@@ -57,7 +57,7 @@ def export_triton(
 def _write_model(
     folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, batch: int | None
 ) -> None:
-    choose_devices(manifest, serving.devices)
+    devices = choose_devices(manifest, serving.devices)
     interface = find_interface(manifest, serving.sequences)
     if serving.sequences:
         idle, most = serving.idle_seconds, serving.most_sequences
@@ -66,18 +66,13 @@ def _write_model(
         if batch and (why := why_not_batched(manifest, interface)) is not None:
             raise MisuseError(f"--batch {batch}: requests of {name} can't be batched, as {why}")
         rows = choose_rows(find_rows(manifest, interface), batch, name)
-        config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays(manifest, serving))
+        takes_gpu_arrays = DeviceArrays(manifest, devices, choose_ranks(serving.ranks, devices, None)).possible
+        config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays)
     version = folder / "1"
     version.mkdir()
     put_package(package, manifest, serving, version)
     (version / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-
-
-def takes_gpu_arrays(manifest: Manifest, serving: Serving) -> bool:
-    """Whether the ranks, as they will be opened, take and return arrays on a GPU."""
-    devices = choose_devices(manifest, serving.devices)
-    return DeviceArrays(manifest, devices, choose_ranks(serving.ranks, devices, None)).possible
 
 
 def choose_rows(most: int | None, asked: int | None, name: str) -> int:
