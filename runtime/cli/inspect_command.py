@@ -111,6 +111,13 @@ def print_rank_files(needed: RankFiles) -> None:
     out.print(rows)
 
 
+# What `inspect --json` says of a rank, by the manifest's names.
+RANK_FIELDS = (
+    *("device", "blocks", "weights_bytes", "activation_bytes", "cache_bytes", "engine_bytes", "mapped_bytes"),
+    *("adapter_bytes", "limit_bytes", "total_bytes", "engines"),
+)
+
+
 def describe(manifest: Manifest) -> dict[str, object]:
     """The output of `inspect --json` about the package itself."""
     return {
@@ -124,22 +131,7 @@ def describe(manifest: Manifest) -> dict[str, object]:
         "inputs": manifest.inputs,
         "outputs": manifest.outputs,
         "states": manifest.states,
-        "ranks": [
-            {
-                "device": rank.device,
-                "blocks": rank.blocks,
-                "weights_bytes": rank.weights_bytes,
-                "activation_bytes": rank.activation_bytes,
-                "cache_bytes": rank.cache_bytes,
-                "engine_bytes": rank.engine_bytes,
-                "mapped_bytes": rank.mapped_bytes,
-                "adapter_bytes": rank.adapter_bytes,
-                "limit_bytes": rank.limit_bytes,
-                "total_bytes": rank.total_bytes,
-                "engines": rank.engines,
-            }
-            for rank in manifest.ranks
-        ],
+        "ranks": [{name: getattr(rank, name) for name in RANK_FIELDS} for rank in manifest.ranks],
         "cut_bytes": [cut.bytes for cut in manifest.cuts],
         "cuts": manifest.cuts,
         "collectives": manifest.collectives,

@@ -374,6 +374,5 @@ def _load_libraries_once() -> None:
     # Otherwise each session warns about a missing plug-in, and convolutions of new shapes say which cuDNN plans they
     # do without. What ends a request is an exception.
     ort.set_default_logger_severity(4)
-    if hasattr(ort, "preload_dlls"):
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            ort.preload_dlls()
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        ort.preload_dlls()

@@ -15,18 +15,8 @@ ALIGNED = 512
 # Number types that CuPy passes on by DLPack, and bfloat16, which DLPack has, but not CuPy.
 PASSED_ON = frozenset(
     [
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bfloat16",
+        *("float16", "float32", "float64", "bfloat16"),
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     ]
 )
 

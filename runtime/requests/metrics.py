@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from splitc.runtime.package.steps import Run
 from splitc.runtime.ranks.loop import Replay, Span
@@ -32,14 +32,9 @@ class Metrics:
     def __add__(self, other: Metrics) -> Metrics:
         """The sums, for successive sessions with the same ranks."""
         busy = zip(self.busy or (0.0,) * len(other.busy), other.busy or (0.0,) * len(self.busy), strict=True)
-        return Metrics(
-            self.done + other.done,
-            self.failed + other.failed,
-            self.in_flight + other.in_flight,
-            self.captured + other.captured,
-            self.replayed + other.replayed,
-            tuple(one + two for one, two in busy),
-        )
+        counts = [field.name for field in fields(self) if field.name != "busy"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return Metrics(**sums, busy=tuple(one + two for one, two in busy))
 
 
 def is_replayed(request: InFlightRequest) -> bool:
@@ -73,8 +68,7 @@ class Counters:
         Returns whether a graph was captured for it, on any rank.
         """
         replays = _replays(request)
-        captured = any(replay.captured for replay in replays if replay is not None)
-        replayed = bool(replays) and None not in replays
+        captured, replayed = any(replay.captured for replay in replays if replay is not None), is_replayed(request)
         with self._lock:
             self._in_flight -= 1
             for rank, ran in request.executions.items():
