@@ -114,6 +114,7 @@ class RemoteRanks(ABC):
         adapters = request.adapters
         if adapters is not None and adapters.number not in self._held:
             loaded += adapters.arrays.items()
+            self._held.add(adapters.number)  # before its answer may come: a rank that fails may not have the sum
         order = Order(number, None, 0, zeros, *how, None if adapters is None else adapters.number, ())
         self._requests[number] = request  # before its answer may come
         try:
@@ -122,9 +123,9 @@ class RemoteRanks(ABC):
             raise  # some ranks will answer it
         except BaseException:
             del self._requests[number]
+            if adapters is not None:
+                self._held.discard(adapters.number)
             raise
-        if adapters is not None:
-            self._held.add(adapters.number)
         self._count += 1  # only now: those in flight have slots by their numbers, which follow each other
 
     def forget(self, sequence: int, reusable: bool) -> None:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.errors import EngineError, HandOverError
 from splitc.runtime.processes.device_processes import DeviceProcess, kill
-from splitc.runtime.processes.messages import Answer
+from splitc.runtime.processes.messages import Answer, Order
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import decoder_feeds
@@ -46,6 +47,19 @@ def test_rank_that_answers_another_request_than_is_due_has_missed_one(decoder: P
         with pytest.raises(HandOverError, match=r"rank 0 \(cpu0\) answers request 2 before request 1"):
             ranks._take(0, Answer(2, None, 0.0, 0.0, (), False, None))
         del ranks._requests[2]
+
+
+def test_sum_of_adapters_whose_rank_fails_at_once_is_sent_again(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's answer may come before the request is counted as sent."""
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes") as session:
+        ranks = ranks_of(session)
+
+        def fail(order: Order, feeds: object, initial: object) -> None:
+            ranks._take(0, Answer(order.number, None, 0.0, 0.0, (), False, EngineError("no memory")))
+
+        monkeypatch.setattr(ranks._wire, "order", fail)
+        ranks.put(InFlightRequest({}, adapters=HeldSum(7, {})))
+        assert ranks._held == set()
 
 
 class Stuck:
