@@ -68,7 +68,8 @@ class Counters:
         Returns whether a graph was captured for it, on any rank.
         """
         replays = _replays(request)
-        captured, replayed = any(replay.captured for replay in replays if replay is not None), is_replayed(request)
+        captured = any(replay.captured for replay in replays if replay is not None)
+        replayed = bool(replays) and None not in replays
         with self._lock:
             self._in_flight -= 1
             for rank, ran in request.executions.items():
