@@ -55,20 +55,6 @@ def public_form(tensor: Tensor) -> tuple[str, list[int]]:
     return TYPES[tensor.dtype], [size if isinstance(size, int) else -1 for size in tensor.shape] or [1]
 
 
-def check_native(interface: Interface, option: str) -> None:
-    """Raise MisuseError for tensors that Triton's own backends can't have. `option` chose one of them."""
-    names = {tensor.name for tensor in interface.inputs}
-    for tensor in (*interface.inputs, *interface.outputs):
-        if tensor.shape == []:
-            raise MisuseError(
-                f"'{tensor.name}' is a scalar, which Triton's own backends can't have: leave out {option}"
-            )
-    if passed := [tensor.name for tensor in interface.outputs if tensor.name in names]:
-        raise MisuseError(
-            f"'{passed[0]}' is an input and an output, which Triton's own backends can't have: leave out {option}"
-        )
-
-
 def why_not_batched(manifest: Manifest, interface: Interface) -> str | None:
     """Why requests can't be batched; None if they can.
 

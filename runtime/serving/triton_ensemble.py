@@ -9,10 +9,9 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
-from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.stage_engines import WITH_INT64, check_loadable, find_stages, write_stage_file
-from splitc.runtime.serving.triton_config import quoted, tensor_lines
+from splitc.runtime.serving.triton_config import config_text, native_lines, quoted
 from splitc.runtime.threads.progress import counted
 
 OPTION = "--ensemble"
@@ -61,25 +60,16 @@ def stage_config(name: str, rank: Rank, engine: EngineFile, kind: str = ONNXRUNT
     """The config of a stage, on its device. Triton reads its tensors from the file."""
     device = device_named(rank.device)
     place = f"kind: KIND_GPU count: 1 gpus: [ {device.index} ]" if device.kind == "cuda" else "kind: KIND_CPU count: 1"
-    lines = [
-        f"name: {quoted(name)}",
-        f'backend: "{kind}"',
-        "max_batch_size: 0",
-        f"default_model_filename: {quoted(Path(engine.path).name)}",
-        f"instance_group {{ {place} }}",
-    ]
-    return "\n".join(lines) + "\n"
+    file = f"default_model_filename: {quoted(Path(engine.path).name)}"
+    return config_text(name, f'backend: "{kind}"', file, f"instance_group {{ {place} }}")
 
 
 def ensemble_config(name: str, manifest: Manifest) -> str:
     """The config of the ensemble. Raises MisuseError for a tensor that ensembles do not support."""
     stages = _stages(manifest)
-    interface = find_interface(manifest, sequences=False)
-    check_native(interface, OPTION)
-    lines = [f"name: {quoted(name)}", 'platform: "ensemble"', "max_batch_size: 0"]
-    lines += tensor_lines(Interface(interface.inputs, [], interface.outputs))
+    lines = native_lines(manifest, OPTION)
     steps = ", ".join(_steps(name, stages))
-    return "\n".join([*lines, f"ensemble_scheduling {{ step [ {steps} ] }}"]) + "\n"
+    return config_text(name, 'platform: "ensemble"', *lines, f"ensemble_scheduling {{ step [ {steps} ] }}")
 
 
 def _steps(name: str, stages: list[EngineFile]) -> Iterator[str]:

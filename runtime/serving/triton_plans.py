@@ -13,10 +13,9 @@ from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest import EngineFile, Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Send
-from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
 from splitc.runtime.serving.stage_engines import WITH_RANKS, check_loadable, check_one_copy
-from splitc.runtime.serving.triton_config import quoted, tensor_lines
+from splitc.runtime.serving.triton_config import config_text, native_lines
 from splitc.runtime.threads.progress import counted
 
 OPTION = "--plans"
@@ -45,22 +44,17 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
 
 def plans_config(name: str, manifest: Manifest) -> str:
     """The text of `config.pbtxt`. Raises MisuseError for tensors that Triton lacks, and for ranks on one device."""
-    interface = find_interface(manifest, sequences=False)
-    check_native(interface, OPTION)
+    lines = native_lines(manifest, OPTION)
     parameters = {
         "enable_multi_device": "true",
         "multi_device_gpus": ",".join(map(str, _gpus(manifest))),
         "multi_device_per_rank_engines": "true",
     }
-    lines = [
-        f"name: {quoted(name)}",
-        'backend: "tensorrt"',
-        "max_batch_size: 0",
-        *tensor_lines(Interface(interface.inputs, [], interface.outputs)),
+    lines += [
         "instance_group { kind: KIND_MODEL count: 1 }",
         *(f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in parameters.items()),
     ]
-    return "\n".join(lines) + "\n"
+    return config_text(name, 'backend: "tensorrt"', *lines)
 
 
 def find_plans(manifest: Manifest) -> list[EngineFile]:
