@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime.arrays.files import load_arrays, save_arrays
-from splitc.runtime.engines.kinds import is_installed
+from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import verify_files
 from tests.conftest import decoder_feeds, listen_to_interrupts, run_whole
@@ -139,7 +139,7 @@ def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, pack
 @pytest.mark.parametrize("seed", seeds(1, 2))
 def test_ended_compile_leaves_nothing_half_written(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     mode, force = choice(seed, MODES, (False, True))
-    if mode == "engines" and not is_installed("tensorrt-rtx"):
+    if mode == "engines" and not find_kind("tensorrt-rtx").is_installed:
         pytest.skip("TensorRT-RTX is not installed")
     target = tmp_path / "p"
     command = ["compile", decoder, *MODES[mode], "--memory", "1GiB", "-o", target, *(["--force"] if force else [])]

@@ -19,7 +19,7 @@ from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.scratch import INT8_ACCURACY
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.hardware.profiles import find_profile
+from splitc.runtime.hardware.profiles import PROFILES
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def nominal_speed(kind: str) -> Speed:
 
     It is right to an order of magnitude, enough to compare stages. `--profile` measures the model instead.
     """
-    profile = find_profile(kind)
+    profile = PROFILES[kind]
     is_gpu = kind == "cuda"
     return Speed(profile.flops, profile.bytes, exposed=profile.exposed, attention=profile.attention, is_gpu=is_gpu)
 

@@ -18,7 +18,7 @@ from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
-from splitc.runtime.engines.kinds import PACKAGES, find_kind, is_installed
+from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.units import block_range, plural
 
 
@@ -35,7 +35,7 @@ def describe_refusals(plan: Plan) -> list[str]:
     Blocks with the same operators and attributes give the same result, so only one of them is parsed. If TensorRT is
     not installed, one warning says so.
     """
-    if not is_installed(plan.engine):
+    if not find_kind(plan.engine).is_installed:
         return [
             f"which operators {plan.engine} takes was not checked: it is not installed here "
             f"(pip install {PACKAGES[plan.engine]})"

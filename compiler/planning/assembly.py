@@ -18,7 +18,7 @@ from splitc.compiler.sharding.report import WeightSplit, warn_if_little_split
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import Device
-from splitc.runtime.hardware.profiles import find_profile
+from splitc.runtime.hardware.profiles import PROFILES
 from splitc.runtime.units import first_few, format_bytes
 
 
@@ -160,7 +160,7 @@ def engine_bytes(
         shared = len(met) * min(CPU_ENGINE.met, sum(crossing))
         own += memory.nodes * CPU_ENGINE.node + memory.few_bits * CPU_ENGINE.few_bits
         return own + len(crossing) * CPU_ENGINE.sum + shared
-    profile = find_profile(device.kind)
+    profile = PROFILES[device.kind]
     # TensorRT's context is in the headroom. NCCL's memory is the same for both engines.
     own = profile.library_bytes + sessions * profile.engine_bytes if engine == ONNXRUNTIME else 0
     if not has_gpu_each(met):
@@ -176,7 +176,7 @@ def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:
         return 0
     if device.kind != "cuda":
         return (more or 1) * CPU_ENGINE.session + nodes * CPU_ENGINE.node
-    return (more or 2) * find_profile(device.kind).engine_bytes
+    return (more or 2) * PROFILES[device.kind].engine_bytes
 
 
 DOES_NOT_RUN = "the model does not run with the planned sizes and made-up numbers"

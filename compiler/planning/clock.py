@@ -17,7 +17,7 @@ from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Resources
 from splitc.runtime.hardware.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.hardware.machine import Machine
-from splitc.runtime.hardware.profiles import HOST, Link, find_profile
+from splitc.runtime.hardware.profiles import HOST, PROFILES, Link
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Clock:
         ranks, that wait for each other, the caller's work on one core delays all.
         """
         together = max(Counter((rank.replica, rank.group) for rank in self.ranks).values()) * self.threads
-        return find_profile("cpu").jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
+        return PROFILES["cpu"].jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
 
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
         """One rank of each kind: ranks on equal devices take the same time if the `sizes` of their parts are equal."""
@@ -126,7 +126,7 @@ class Clock:
 
     def start(self, rank: RankPlan) -> float:
         """The time to start an engine of a rank."""
-        return find_profile(rank.device.kind).engine_start
+        return PROFILES[rank.device.kind].engine_start
 
     def feeding(self, rank: RankPlan) -> float:
         """The time to feed a rank its arrays and to fetch its outputs. States stay on the device.
@@ -157,7 +157,7 @@ class Clock:
     def _host_link(self, rank: RankPlan) -> Link:
         """The time of a copy between the host and a rank: a thread copies by itself, a process from shared memory."""
         if self._is_thread:
-            return find_profile(rank.device.kind).copy
+            return PROFILES[rank.device.kind].copy
         return self.machine.copy(Device("cpu", 0, host=rank.device.host), rank.device)
 
     @property
@@ -172,7 +172,7 @@ class Clock:
 
     def cold(self, rank: RankPlan) -> float:
         """The time of a copy from a rank beyond its link's measured time."""
-        return find_profile(rank.device.kind).cold_link
+        return PROFILES[rank.device.kind].cold_link
 
     def copy(self, one: RankPlan, other: RankPlan) -> Link:
         """The time of a copy between two ranks."""
@@ -185,7 +185,7 @@ class Clock:
 
     def meeting(self, seconds: float) -> float:
         """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""
-        return seconds * (1 + max(find_profile(rank.device.kind).jitter for rank in self.ranks))
+        return seconds * (1 + max(PROFILES[rank.device.kind].jitter for rank in self.ranks))
 
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy `size` bytes within a rank's memory."""
@@ -196,7 +196,7 @@ def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
     """The time of a sum over these devices: within hosts, then along a tree of hosts."""
     one, other = devices[:2]
     inside, across = machine.sum(one, other), machine.between_hosts(one, other)
-    more = max(find_profile(device.kind).more_ranks for device in devices)
+    more = max(PROFILES[device.kind].more_ranks for device in devices)
     hosts = len({device.host for device in devices})
     steps = ((1 + more * (len(devices) - 2), inside), (float((hosts - 1).bit_length()), across))
     return Link(sum(times * link.latency for times, link in steps), sum(times * link.per_byte for times, link in steps))
@@ -205,7 +205,7 @@ def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
 def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:
     """The pace of one rank with this number of threads while `at_once` ranks work. See `rank_speed`."""
     speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
-    profile = find_profile(device.kind)
+    profile = PROFILES[device.kind]
     return Pace(speed, one, profile.kernel, profile.launch, profile.attention_start)
 
 

@@ -124,11 +124,6 @@ def describe_engine(engine: str) -> str:
     return kind.on_gpus + (f" ({best.title} is not installed)" if passed_over else "")
 
 
-def is_installed(engine: str) -> bool:
-    """Whether this machine can build and run engines of this kind."""
-    return find_kind(engine).is_installed
-
-
 def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     """Whether engines that are built here may have collectives inside, on these devices.
 

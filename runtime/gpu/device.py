@@ -21,7 +21,7 @@ from splitc.runtime.gpu.pinned_memory import Pins
 from splitc.runtime.gpu.weight_places import lay_out
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
-from splitc.runtime.hardware.profiles import find_profile
+from splitc.runtime.hardware.profiles import PROFILES
 from splitc.runtime.units import format_bytes
 
 # Outputs from this size on are handed over in the pinned memory that the GPU wrote. A copy is new pages: those of the
@@ -84,7 +84,7 @@ class GpuDevice:
         # Whether its rank was ended, which then waits for nothing any more.
         self._stopped = False
         self.notes: list[str] = []
-        self.profile = find_profile("cuda")
+        self.profile = PROFILES["cuda"]
         with self.device:
             # Some kernels of ONNX Runtime run on CUDA's default stream. It waits for other streams, and they for it,
             # unless they are non-blocking, as captured ones must be. A random graph gave wrong numbers on busy H200s.

@@ -9,7 +9,7 @@ from msgspec.json import Decoder
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.files.written import indented
 from splitc.runtime.hardware.devices import Device, memory_of
-from splitc.runtime.hardware.profiles import INTERCONNECT, MIXED_COPY, MIXED_SUM, Link, find_profile
+from splitc.runtime.hardware.profiles import INTERCONNECT, MIXED_COPY, MIXED_SUM, PROFILES, Link
 
 # The cache's file of measurements.
 FILE = "machine.json"
@@ -68,7 +68,7 @@ class Machine(Struct, frozen=True):
 
     def sum(self, one: Device, other: Device) -> Link:
         """The time of a sum over two devices of a host: measured, or else from the devices' profiles."""
-        typical = find_profile(one.kind).sum if one.kind == other.kind else MIXED_SUM
+        typical = PROFILES[one.kind].sum if one.kind == other.kind else MIXED_SUM
         return self.sums.get(pair_name(one, other)) or typical
 
     def speed(self, device: Device) -> MeasuredSpeed:
@@ -78,7 +78,7 @@ class Machine(Struct, frozen=True):
 
 def typical_copy(one: Device, other: Device) -> Link:
     """The typical time of a copy between two devices, from their profiles."""
-    return find_profile(one.kind).copy if one.kind == other.kind else MIXED_COPY
+    return PROFILES[one.kind].copy if one.kind == other.kind else MIXED_COPY
 
 
 def link_end(device: Device) -> str:

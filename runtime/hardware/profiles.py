@@ -168,8 +168,3 @@ class HostCosts:
 
 
 HOST = HostCosts()
-
-
-def find_profile(kind: str) -> DeviceProfile:
-    """The profile of a kind of device, `cpu` or `cuda`."""
-    return PROFILES[kind]

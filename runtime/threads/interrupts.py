@@ -31,7 +31,7 @@ def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
     handlers = list(filter(callable, map(_signal.getsignal, SIGNALS)))  # a comprehension would take longer
     outer = handlers[0] if handlers else None
     if isinstance(outer, _Gate) and not outer.is_open and handlers.count(outer) == len(handlers):
-        return nullcontext(partial(outer.has_more, outer.count()))
+        return nullcontext(partial(outer.has_more, len(outer.waiting)))
     return _Gate()
 
 
@@ -47,7 +47,7 @@ class _Gate:
     def __init__(self) -> None:
         self.is_open = False
         self._handlers: dict[int, Handler] = {}
-        self._waiting: list[tuple[int, FrameType | None]] = []
+        self.waiting: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> Callable[[], bool]:
         try:
@@ -61,7 +61,7 @@ class _Gate:
         except BaseException:  # of a signal that came before its own gate was shut
             self.__exit__()
             raise
-        return self.is_waited_for
+        return partial(self.has_more, 0)
 
     def __exit__(self, *_: object) -> None:
         self.is_open = True  # at once for all: the handler of one may raise before that of another one is back
@@ -76,24 +76,16 @@ class _Gate:
         if self.is_open:
             self._handlers[number](number, frame)
         else:
-            self._waiting.append((number, frame))
-
-    def is_waited_for(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._waiting)
-
-    def count(self) -> int:
-        """How many signals have come."""
-        return len(self._waiting)
+            self.waiting.append((number, frame))
 
     def has_more(self, count: int) -> bool:
         """Whether more signals than `count` have come."""
-        return len(self._waiting) > count
+        return len(self.waiting) > count
 
     def _let_in(self) -> None:
         """Call the handlers of deferred signals. The first one may raise, so other signals are raised again."""
-        if self._waiting:
-            (number, frame), *others = self._waiting
+        if self.waiting:
+            (number, frame), *others = self.waiting
             for other in {other for other, _ in others} - {number}:
                 _come_again(other)
             if callable(handler := _signal.getsignal(number)):

@@ -11,7 +11,7 @@ import numpy as np
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.machine import MeasuredSpeed, link_end
-from splitc.runtime.hardware.profiles import find_profile
+from splitc.runtime.hardware.profiles import PROFILES
 
 # Rows and columns of the matrices.
 CPU_SIDE, GPU_SIDE = 512, 8192
@@ -81,7 +81,7 @@ def _gpu_speed(index: int) -> MeasuredSpeed:
             reading = _best(seconds, lambda: [cupy.matmul(row, weight) for weight in GPU_READS // 2 * (matrix, other)])
         except Exception:  # of any kind, if CuPy finds no cuBLAS
             return MeasuredSpeed()
-        reading -= GPU_READS * find_profile("cuda").launch
+        reading -= GPU_READS * PROFILES["cuda"].launch
         return MeasuredSpeed(2 * drawn.size * GPU_SIDE / multiplying, GPU_READS * matrix.nbytes / reading)
 
 

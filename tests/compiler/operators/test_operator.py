@@ -26,7 +26,7 @@ from splitc.compiler.planning.clock import Clock
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.machine import Machine
-from splitc.runtime.hardware.profiles import find_profile
+from splitc.runtime.hardware.profiles import PROFILES
 from tests.compiler.operators import (
     test_attention,
     test_indexing,
@@ -270,7 +270,7 @@ def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
     rank = replace(plan.ranks[0], device=Device("cuda", 0))
     clock = Clock(plan.analysis, [rank], Machine(), 1)
     took = clock.seconds(rank, nodes_of(plan.analysis.graph.graph, name), 1)
-    assert (took < find_profile("cuda").launch) == (name != "Neg")
+    assert (took < PROFILES["cuda"].launch) == (name != "Neg")
 
 
 @pytest.mark.parametrize("name", having("dequantizes"))

@@ -8,7 +8,7 @@ import pytest
 
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.hardware.devices import parse_devices
-from splitc.runtime.hardware.profiles import CPU, HOPPER, Link
+from splitc.runtime.hardware.profiles import CPU, HOPPER, PROFILES, Link
 from splitc.runtime.tools.link_times import fit, measure_machine
 from tests.helpers import fake_nccl
 from tests.helpers.fake_gpus import FakeBackend
@@ -51,7 +51,7 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_SIDE", 64)
     monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_ROWS", 8)
     launched = replace(HOPPER, launch=1e-6)
-    monkeypatch.setattr("splitc.runtime.tools.device_speeds.find_profile", lambda kind: launched)
+    monkeypatch.setitem(PROFILES, "cuda", launched)
     devices = parse_devices(["cuda0", "cuda1", "cpu0"])
     machine = measure_machine(devices)
     found = machine.measured
