@@ -24,7 +24,6 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Run, Step
 from splitc.runtime.processes.begin import end_at_once
-from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import (
     CAPTURED,
     REPLAYED,
@@ -41,6 +40,7 @@ from splitc.runtime.processes.messages import (
     pack,
     unpack,
 )
+from splitc.runtime.processes.wire import Control, SocketControl
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest

@@ -12,13 +12,14 @@ from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
+from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.gpu.outputs import hand_over
 from splitc.runtime.package.parts import cut_part, cut_places, part_shape
 from splitc.runtime.package.states import State
 from splitc.runtime.ranks.loaded import EngineForms, LoadedRank, Setup
 from splitc.runtime.ranks.loop import Span, execute
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.units import format_bytes
 
 # A function that waits for a request's outputs and returns them; when each step ran; whether a state grew.
 Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
@@ -85,7 +86,10 @@ class Computation:
     def _fetch(
         self, request: InFlightRequest, values: Mapping[str, Any], allocate: Allocate | None
     ) -> Callable[[], dict[str, Array]]:
-        return self.hand_over(values) if request.on_device else self.backend.fetch(values, allocate)
+        if not request.on_device:
+            return self.backend.fetch(values, allocate)
+        assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
+        return hand_over(self.backend, values)
 
     def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
         """Copies of a sequence's states, except those that are written in place."""
@@ -105,11 +109,6 @@ class Computation:
         if request.in_place:
             return self._in_place
         return self._fixed if request.sequence is not None else {}
-
-    def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Begin to copy outputs for the caller on the rank's GPU. Returns a function that waits and returns them."""
-        assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
-        return hand_over(self.backend, values)
 
     def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
         """The initial states of a sequence on this rank: zeros, and constant feeds.
@@ -220,3 +219,46 @@ class Computation:
         assert not isinstance(array, GpuFeed | Zeros)
         part = self._parts.get(name)
         return array if part is None else cut_part(array, part)
+
+
+def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, Any]]:
+    """Begin to copy arrays to new CuPy arrays. Returns a function that waits, on any thread, and returns these by name.
+
+    Their memory belongs to the default stream, like that of the caller's own arrays. Memory of the rank's stream would
+    be reused as soon as the caller drops the arrays, while work that the caller has launched may still read them.
+    Raises EngineError if there is not enough memory.
+    """
+    if not values:
+        return dict
+    with gpu.device:
+        own, default = gpu.cuda.get_current_stream(), gpu.cuda.Stream.null
+        default.use()
+        try:
+            made = _allocate(gpu, values)
+            free = gpu.cuda.Event(disable_timing=True)
+            free.record(default)
+        finally:  # as a context manager, the default stream would stay the current one, for captures too
+            own.use()
+        gpu.stream.wait_event(free)
+        for name, value in values.items():
+            gpu.copy_over(GpuArray(made[name].data.ptr, value.shape, value.dtype, made[name]), value)
+        gpu.keep(*made.values())  # even if a wait fails, the stream may still write to them
+        done = gpu.record()
+
+    def wait() -> dict[str, Any]:
+        gpu.wait(done)
+        return made
+
+    return wait
+
+
+def _allocate(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> dict[str, Any]:
+    """CuPy's own arrays of these sizes, of the current stream."""
+    try:
+        return {name: gpu.cupy.empty(value.shape, value.dtype) for name, value in values.items()}
+    except MemoryError as error:  # CuPy's derives from it
+        size = format_bytes(sum(value.nbytes for value in values.values()))
+        raise EngineError(
+            f"{gpu.name} has no memory left for {size} of outputs that are to stay there: drop outputs of earlier "
+            "requests, or run without on_device"
+        ) from error

@@ -14,7 +14,7 @@ from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.gpu.array import GpuArray, Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.graph_nodes import own_what_is_copied
-from splitc.runtime.ranks.computation import Computation
+from splitc.runtime.ranks.computation import Computation, hand_over
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.threads.failures import attempt, first_failure
@@ -80,7 +80,7 @@ class Recording:
         self.graph.launch(gpu.stream)
         # Copies, since the next replay writes to the same memory.
         if request.on_device:
-            outputs = computation.hand_over(self.outputs)()
+            outputs = hand_over(gpu, self.outputs)()
         else:
             outputs = gpu.copy_to_pinned(self.outputs, computation.allocate)
         self.end.record(gpu.stream)

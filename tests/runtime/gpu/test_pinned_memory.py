@@ -16,7 +16,7 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.demand import LEAST, RECENT, WASTE
 from splitc.runtime.ipc.shared_memory import Lender
-from splitc.runtime.processes.control import SocketControl
+from splitc.runtime.processes.wire import SocketControl
 from tests.helpers import fake_cupy
 from tests.helpers.fake_gpus import FakeBackend
 
