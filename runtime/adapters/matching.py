@@ -53,9 +53,9 @@ def match(adapter: Adapter, layers: Sequence[Layer]) -> Matches:
             unmatched[module] = f"several layers may be meant: {first_few([layers[n].names[0] for n in fitting])}"
         else:
             taken.setdefault(fitting[0], []).append(update)
-    for updates in taken.values():
-        for update in updates[1:] and updates:
-            unmatched[update.module] = f"one layer of {first_few([other.module for other in updates])}"
+    for updates in (updates for updates in taken.values() if len(updates) > 1):
+        why = f"one layer of {first_few([update.module for update in updates])}"
+        unmatched.update({update.module: why for update in updates})
     return Matches({number: updates[0] for number, updates in taken.items() if len(updates) == 1}, unmatched)
 
 

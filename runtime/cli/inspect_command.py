@@ -28,10 +28,7 @@ def inspect(
     package: Path = PACKAGE,
     module: str | None = MODULE,
     rank: int | None = typer.Option(
-        None,
-        "--rank",
-        help="List only the files that this rank's host needs.",
-        autocompletion=completion.ranks,
+        None, "--rank", help="List only the files that this rank's host needs.", autocompletion=completion.ranks
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,

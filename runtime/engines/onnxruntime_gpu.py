@@ -25,13 +25,7 @@ from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx, output_names
-from splitc.runtime.engines.onnxruntime_cpu import (
-    ERRORS,
-    Registered,
-    failed,
-    register_operators,
-    run_overridden,
-)
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS, Registered, failed, register_operators, run_overridden
 from splitc.runtime.engines.product_kernels import ProductKernels
 from splitc.runtime.engines.variables import attention_for, set_workspace
 from splitc.runtime.errors import EngineError, PackageError

@@ -15,14 +15,7 @@ from splitc.runtime.generate.conversation import Conversation, ModelRunner, Stat
 from splitc.runtime.generate.feeder import Feeder, check_tokens
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
-from splitc.runtime.generate.wiring import (
-    STATES_AXES,
-    Wiring,
-    find_links,
-    find_masks,
-    find_wanted,
-    find_wiring,
-)
+from splitc.runtime.generate.wiring import STATES_AXES, Wiring, find_links, find_masks, find_wanted, find_wiring
 from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 

@@ -80,10 +80,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        descriptor: int,
-        encode: Callable[[Any], Pieces] = pickled,
-        decode: Callable[[bytearray], Any] = unpickled,
+        self, descriptor: int, encode: Callable[[Any], Pieces] = pickled, decode: Callable[[bytearray], Any] = unpickled
     ) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._encode, self._decode = encode, decode

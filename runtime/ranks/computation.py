@@ -34,12 +34,7 @@ class Computation:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        loaded: LoadedRank,
-        backend: Backend,
-        collectives: Collectives,
-        allocate: Allocate | None,
+        self, setup: Setup, loaded: LoadedRank, backend: Backend, collectives: Collectives, allocate: Allocate | None
     ) -> None:
         self.rank = setup.rank
         self.backend = backend

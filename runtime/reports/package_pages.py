@@ -56,11 +56,7 @@ def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[s
 
 
 def bench_page(
-    name: str,
-    manifest: Manifest,
-    result: BenchResult,
-    measured: Sequence[RankMemory],
-    before: EarlierBench | None,
+    name: str, manifest: Manifest, result: BenchResult, measured: Sequence[RankMemory], before: EarlierBench | None
 ) -> Page:
     """A package's times, timelines and memory, with those of an earlier bench if given."""
     at_work = words_of(manifest.split_mode).at_work
