@@ -24,6 +24,7 @@ from splitc.compiler.packaging.builder import BuildError
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
 from splitc.runtime.engines.built_here import check_built_here
+from splitc.runtime.engines.kind import EngineKind
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import parse_devices
@@ -169,7 +170,7 @@ def replace_operator(model: Path, target: Path) -> None:
 
 def test_plan_says_what_was_not_checked(short_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_model(short_decoder, ["2xcuda"], Request(split_mode="layer", engine="tensorrt", memory=["1GiB"]))
-    monkeypatch.setattr("splitc.compiler.packaging.refusals.is_installed", lambda engine: False)
+    monkeypatch.setattr(EngineKind, "is_installed", False)
     (line,) = describe_refusals(plan)
     assert line == "which operators tensorrt takes was not checked: it is not installed here (pip install tensorrt)"
 
