@@ -6,13 +6,21 @@ import pytest
 from splitc.compiler.frontend.node_key import node_key
 
 
-def constant(*elements: float | str) -> ir.Node:
-    return ir.node("Constant", [], {"value": ir.tensor(list(elements), name="any")})
+def constant(*elements: float | bytes) -> ir.Node:
+    texts = [element for element in elements if isinstance(element, bytes)]
+    tensor = (
+        ir.StringTensor(texts, shape=ir.Shape([len(texts)]), name="any")
+        if texts
+        else ir.tensor(list(elements), name="any")
+    )
+    return ir.node("Constant", [], {"value": tensor})
 
 
-@pytest.mark.parametrize(("one", "other"), [((1.0, 2.0), (1.0, 3.0)), ((1, 2), (1.0, 2.0)), (("a", "b"), ("a", "c"))])
+@pytest.mark.parametrize(
+    ("one", "other"), [((1.0, 2.0), (1.0, 3.0)), ((1, 2), (1.0, 2.0)), ((b"a", b"b"), (b"a", b"c"))]
+)
 def test_nodes_are_told_apart_by_the_elements_of_their_tensors(
-    one: tuple[float | str, ...], other: tuple[float | str, ...]
+    one: tuple[float | bytes, ...], other: tuple[float | bytes, ...]
 ) -> None:
     assert node_key(constant(*one)) == node_key(constant(*one)) != node_key(constant(*other))
 
