@@ -11,6 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import constant_numbers, made_by
 from splitc.compiler.frontend.observation import MOST_SIZES, refusal
 from splitc.compiler.frontend.optional import OptionalOrigin, source_of
 from splitc.compiler.frontend.probe_sizes import Probes
@@ -155,7 +156,7 @@ class _Relater:
             inputs, outputs = _own_axes(island, inputs, outputs)
         constants = [_constant(value, self.bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and self.graph.is_constant(value)]
-        mixed = {n: self.bound.mixed.get(value.name or "") for n, value in enumerate(node.inputs) if value is not None}
+        mixed = {n: _entries(value, self.bound) for n, value in enumerate(node.inputs) if value is not None}
         operation = Operation(node, inputs, outputs, constants, weights, mixed)
         if opaque is None and node in self.rules:
             self.rules[node](operation)
@@ -288,6 +289,18 @@ def _whole(size: int, reason: str) -> Axis:
     axis = ax.new_axis(size)
     ax.pin(axis, Pin(None, reason))
     return axis
+
+
+def _entries(value: ir.Value, bound: BoundShapes) -> Sequence[int | None] | None:
+    """As `BoundShapes.mixed`, also for a list that fusion added: it joins constants and computed numbers."""
+    known, joins = bound.mixed.get(value.name or ""), made_by(value, "Concat")
+    if known is not None or joins is None:
+        return known
+    parts: list[list[int | None] | None] = []
+    for part in joins.inputs:
+        shape, numbers = () if part is None else shape_of(part, bound.shapes), constant_numbers(part)
+        parts.append(None if len(shape) != 1 else list(numbers) if numbers is not None else [None] * shape[0])
+    return None if None in parts else [entry for part in parts for entry in part or ()]
 
 
 def _constant(value: ir.Value | None, bound: BoundShapes) -> Array | None:

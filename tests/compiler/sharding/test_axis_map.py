@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,12 +10,15 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.errors import ModelError
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
-from splitc.compiler.sharding.axis_map import relate_node
+from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.sharding.axis_map import find_axes, relate_node
 from tests.helpers.blocks import Block
 from tests.helpers.operators import softmax
 
@@ -60,3 +64,20 @@ def test_what_is_computed_once_takes_no_sum(tmp_path: Path) -> None:
     found = {weight.name: weight for weight in plan.weights}
     assert found["A"].split and not found["P"].split
     assert "it is folded when an engine is loaded" in (found["P"].reason or "")
+
+
+def test_axes_are_known_behind_a_pad_that_fusion_added(tmp_path: Path) -> None:
+    """Its list of a constant and a computed number was not there when sizes were tried."""
+    path = tmp_path / "model.onnx"
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[n, 8, k] x, float[m] room) => (float y)
+        <int64[5] zeros = {0, 0, 0, 0, 0}> { rows = Shape (room)  before = Shape <start = 2> (x)
+        lacking = Sub (rows, before)  pads = Concat <axis = 0> (zeros, lacking)  y = Pad (x, pads) }"""
+    ir.save(ir.from_onnx_text(text), path)
+    analysis = analyze(path, AskedShapes({"x": (2, 8, 3), "room": (7,)}), 1)
+    bound = replace(analysis.costs.bound, mixed={}, constants={})
+    axis_map = find_axes(analysis.graph, bound)
+    (pad,) = [operation for operation in axis_map.operations.values() if operation.node.op_type == "Pad"]
+    _, heads, columns = zip(pad.input(0), pad.output(), strict=True)
+    assert list(ax.atoms(heads[0])) == list(ax.atoms(heads[1]))
+    assert not any(atom.pinned for atom in ax.atoms(heads[0]))
+    assert all(atom.pinned for atom in ax.atoms(columns[0]))
