@@ -22,6 +22,7 @@ from splitc.compiler.frontend.normal_form import name_apart
 from splitc.compiler.frontend.numbered_sizes import name_numbered_sizes
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.passed_types import check_ends
+from splitc.compiler.frontend.plain_forms import use_plain_forms
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
@@ -138,7 +139,11 @@ def _folded(graph: Graph) -> Graph:
     """Infer shapes, and fold what follows from fixed sizes, in place."""
     with defaults_hidden(graph.graph):
         infer_shapes(graph.model, folds=True)
-        return replace(graph, reads=complete(graph.model)) if fold_constants(graph.graph) else graph
+        is_changed = fold_constants(graph.graph)
+        if use_plain_forms(graph.graph):
+            infer_shapes(graph.model, folds=True)
+            is_changed = True
+        return replace(graph, reads=complete(graph.model)) if is_changed else graph
 
 
 def _decided(graph: Graph) -> Graph:

@@ -22,7 +22,7 @@ from splitc.compiler.operators.registry import operator_of
 # The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.
 _OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
 # Exporters write the end of an axis as the largest number of 64 or of 32 bits.
-_END = (1 << 31) - 1
+ANY_END = (1 << 31) - 1
 
 
 def fold_constants(graph: ir.Graph) -> bool:
@@ -121,6 +121,8 @@ def bypass_same(graph: ir.Graph) -> None:
     """
     for node in all_nodes(graph):
         value = node.inputs[0] if node.inputs and not node.domain else None
+        if node.op_type == "Mul" and _is_one(value):
+            value = node.inputs[1]
         if value is None or not _is_same(node, value):
             continue
         made, maker = node.outputs[0], value.producer()
@@ -159,6 +161,15 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
             return len(node.inputs) == 1
         case "Cast":
             return value.dtype is not None and value.dtype == node.attributes.get_int("to", 0)
+        case "Mul" | "Div":
+            return _is_one(node.inputs[1]) or (node.op_type == "Mul" and _is_one(node.inputs[0]))
+        case "Dropout":
+            mode = node.inputs[2] if len(node.inputs) > 2 else None
+            is_read = any(made.uses() or made.is_graph_output() for made in node.outputs[1:])
+            return not is_read and (mode is None or constant_numbers(mode) == [0])
+        case "Pad":
+            pads = node.attributes.get_ints("pads", None) or constant_numbers(node.inputs[1]) or [1]
+            return not any(pads)
         case "Transpose":
             order = node.attributes.get_ints("perm", ())
             return bool(order) and list(order) == sorted(order)
@@ -168,9 +179,15 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
             return False
 
 
+def _is_one(value: ir.Value | None) -> bool:
+    """Whether a value is the number 1, without axes."""
+    tensor = known_tensor(value)
+    return tensor is not None and not tensor.shape and bool(tensor.numpy() == 1)
+
+
 def _takes_all(node: ir.Node) -> bool:
     """Whether a Slice takes all of its axes in every request."""
     bounds = [*node.inputs[1:], None, None, None, None][:4]
     starts, ends, _, steps = map(constant_numbers, bounds)
     is_forward = len(node.inputs) < 5 or set(steps or ()) == {1}
-    return set(starts or ()) == {0} and min(ends or [0]) >= _END and is_forward
+    return set(starts or ()) == {0} and min(ends or [0]) >= ANY_END and is_forward

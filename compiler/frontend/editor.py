@@ -19,9 +19,11 @@ LISTS_AS_INPUTS = {
     "Slice": 10,
     "Pad": 11,
     "ReduceSum": 13,
+    "Squeeze": 13,
     "Split": 13,
     "Unsqueeze": 13,
     "ReduceMax": 18,
+    "ReduceMean": 18,
     "ReduceSumSquare": 18,
 }
 

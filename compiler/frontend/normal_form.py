@@ -58,6 +58,7 @@ def lift(model: ir.Model) -> None:
     # torch's older exporter writes casts to the type that a value has, and no types of values.
     if any(cast.inputs[0].dtype in UNKNOWN for cast in model.graph if is_onnx(cast, "Cast") and cast.inputs[0]):
         add_types(model)
+    add_in_pairs(model)
     bypass_same(model.graph)
     merge_casts(model.graph)
     replace_sequences(model)
@@ -91,6 +92,13 @@ def replace_cast_like(model: ir.Model) -> None:
             node.op_type = "Cast"
             node.attributes["to"] = ir.AttrInt64("to", like.dtype)
             node.resize_inputs(1)
+
+
+def add_in_pairs(model: ir.Model) -> None:
+    """Replace the Sum of two values by Add, in place: older exporters write residuals so."""
+    for node in all_nodes(model.graph):
+        if is_onnx(node, "Sum") and len(node.inputs) == 2:
+            node.op_type = "Add"
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

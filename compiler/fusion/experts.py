@@ -15,11 +15,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import run_part
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.kernels import Types
-from splitc.compiler.fusion.mixtures import FAILURES, LOOKUPS, find_sorting, only_sorts
+from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import has_attribute
 from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import known_tensor, name_of
@@ -153,14 +153,12 @@ def _first_product(node: ir.Node) -> _First | None:
     for value, other in (node.inputs, node.inputs[::-1]):
         joins = made_by(value, "Concat")
         groups = None if joins is None else find_row_groups(joins)
-        lookup = made_by(other, *LOOKUPS)
+        lookup = made_by(other, "Gather")
         if joins is None or groups is None or groups.biases is not None or lookup is None:
             continue
         table, numbers = lookup.inputs
         if any(lookup.attributes.get_int(name, 0) for name in ("axis", "batch_dims")) or numbers is None:
             return None
-        if lookup.op_type == "GatherND":
-            numbers = value_before(numbers, "Unsqueeze")
         if table is not None and numbers is not None and shape_of(table) == _biases_shape(groups):
             return _First(replace(groups, biases=table), joins, (node, lookup), numbers)
     return None

@@ -33,7 +33,7 @@ from splitc.runtime.arrays.array import Array
 
 OPERATOR = "FusedMatMul"
 # Operators that may stand between the projection and the attention.
-PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand", "Identity"}
+PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 
 # Operators that change a value's shape and keep the order of its elements.
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-PASSED = frozenset({"Cast", "Identity", "Dropout"})
+PASSED = frozenset({"Cast"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
 
 

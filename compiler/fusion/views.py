@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.constants import ANY_END
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, value_before
 from splitc.compiler.fusion.lengths import sizes_read
@@ -39,8 +40,6 @@ _COMPUTE: dict[str, Callable[..., list[Entry]]] = {
     "Concat": lambda *lists: list(chain(*lists)),
     **{name: partial(_by_entry, combine) for name, combine in (("Add", add), ("Sub", sub), ("Mul", mul))},
 }
-# A Slice with an end from here on takes all of any axis.
-ANY_END = 1 << 31
 
 
 def join_views(editor: Editor, sizes: Sizes) -> None:

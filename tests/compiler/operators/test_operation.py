@@ -46,7 +46,6 @@ LINEAR: dict[str, Middle] = {
     "Mul": lambda b, v: b.op("Mul", b.w("factor", HIDDEN), v),
     "Div": lambda b, v: b.op("Div", v, number(b, 3)),
     "Neg": through("Neg"),
-    "Dropout": through("Dropout"),
     "Where": where,
     "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, 0, 4, 3)),
     "Flatten": through("Flatten", axis=2),

@@ -153,7 +153,9 @@ PASSED: dict[str, Middle] = {
     "Squeeze": lambda b, sizes: b.op("Squeeze", b.op("Unsqueeze", sizes, b.ints(0)), b.ints(0)),
     "Unsqueeze": lambda b, sizes: b.op("Squeeze", b.op("Unsqueeze", sizes, b.ints(1)), b.ints(1)),
     "Concat": lambda b, sizes: b.op("Concat", *(b.op("Gather", sizes, b.ints(place)) for place in range(3)), axis=0),
-    "Slice": lambda b, sizes: b.op("Slice", sizes, b.ints(0), b.ints(3)),
+    "Slice": lambda b, sizes: b.op(
+        "Concat", *(b.op("Slice", sizes, b.ints(place), b.ints(place + 1)) for place in range(3)), axis=0
+    ),
 }
 # Operators that are given sizes as inputs, for which the sizes that they read are corrected.
 TOLD_SIZES = {"Reshape", "Slice"}
@@ -185,7 +187,7 @@ def costs_of(block: Block, folder: Path) -> Costs:
 PARTS: dict[str, Middle] = {
     "Gather": lambda b, v: b.op("Gather", v, b.ints(1, 2)),
     "GatherElements": lambda b, v: b.op("GatherElements", v, b.constant([[0] * HIDDEN], np.int64)),
-    "GatherND": lambda b, v: b.op("GatherND", v, b.constant([[0], [1]], np.int64)),
+    "GatherND": lambda b, v: b.op("GatherND", v, b.constant([[[0, 0]], [[1, 0]]], np.int64)),
     "Slice": lambda b, v: b.op("Slice", v, b.ints(0), b.ints(2)),
     "Shape": through("Shape"),
     "ReduceSum": lambda b, v: b.op("ReduceSum", v, b.ints(0)),

@@ -1,0 +1,198 @@
+"""Writes nodes in the form that most exporters write, where another one does the same: passes match only that form.
+
+Which form it is follows from the sizes, so these are known first. XLA's exporters write means as sums over the axis,
+its size as a divisor and a Reshape that brings the axis back; slices with bounds for all axes; repeated heads as a
+Gather of indices 0, 0, 1, 1; and a lookup of rows as GatherND.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.constants import ANY_END
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user
+from splitc.compiler.frontend.numbered_sizes import fixed_size
+from splitc.compiler.nodes import known_tensor, settings_of
+
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
+# The relative tolerance of a constant that is one over a size.
+_CLOSE = 1e-6
+
+
+def use_plain_forms(graph: ir.Graph) -> bool:
+    """Rewrite nodes whose sizes are inferred, in place. Returns whether there are any. Replaced nodes stay, unread."""
+    editor, is_changed = Editor(graph), False
+    for node in list(graph):
+        rule = None if node.domain else _RULES.get(node.op_type)
+        is_changed = (rule is not None and rule(node, editor)) or is_changed
+    return is_changed
+
+
+def _fixed_size(value: ir.Value | None, axis: int) -> int | None:
+    """An axis' size, if it is a number."""
+    return None if value is None or value.shape is None else fixed_size(value.shape[axis])
+
+
+def _bypass(made: ir.Value, value: ir.Value) -> bool:
+    """Let readers of a value read an equal one, unless it is one of the model's outputs."""
+    if made.is_graph_output():
+        return False
+    made.replace_all_uses_with(value)
+    return True
+
+
+def _trim_slice(node: ir.Node, editor: Editor) -> bool:
+    """Leave the axes out of a Slice's lists of which it takes all."""
+    data, *lists = node.inputs
+    starts, ends, axes, steps = map(constant_numbers, [*lists, None, None, None, None][:4])
+    if data is None or data.shape is None or not starts or not ends or (axes is None and len(lists) > 2):
+        return False
+    places, steps = axes or list(range(len(starts))), steps or ([1] * len(starts) if len(lists) < 4 else [])
+    bounds = list(zip(starts, ends, places, steps, strict=False))
+    cut = [(start, end, at, step) for start, end, at, step in bounds if not _takes_all(data, start, end, at, step)]
+    if len(cut) == len(bounds) or len(bounds) != len(starts):
+        return False
+    if not cut:
+        return _bypass(node.outputs[0], data)
+    node.resize_inputs(5)
+    for number, column in enumerate(zip(*cut, strict=True), start=1):
+        node.replace_input_with(number, editor.numbers(*column))
+    return True
+
+
+def _takes_all(data: ir.Value, start: int, end: int, axis: int, step: int) -> bool:
+    size = _fixed_size(data, axis)
+    return start == 0 and step == 1 and (end >= ANY_END or (size is not None and end >= size))
+
+
+def _keep_axes(node: ir.Node, editor: Editor) -> bool:
+    """Let a reduction keep its axes that a view brings back."""
+    reduced = node.inputs[0]
+    reduction = made_by(reduced, *_REDUCTIONS)
+    axes = None if reduction is None else _reduced_axes(reduction)
+    if reduction is None or reduced is None or axes is None or only_user(reduced, node.op_type) is not node:
+        return False
+    source = reduction.inputs[0]
+    assert source is not None
+    assert source.shape is not None
+    kept = [1 if axis in axes else size for axis, size in enumerate(source.shape)]
+    if reduction.attributes.get_int("keepdims", 1) or not _brings_back(node, axes, kept):
+        return False
+    settings = settings_of(reduction) | {"keepdims": 1}
+    editor.replace(node, ir.node(reduction.op_type, reduction.inputs, settings))
+    return True
+
+
+def _brings_back(node: ir.Node, axes: set[int], kept: list[int | ir.SymbolicDim]) -> bool:
+    """Whether an Unsqueeze or a Reshape gives a reduced value the axes of size 1 in the places of those reduced."""
+    if node.op_type == "Unsqueeze":
+        return _added_axes(node, len(kept)) == axes
+    made = node.outputs[0].shape
+    is_known = all(isinstance(size, int) or size.value is not None for size in kept)
+    return made is not None and is_known and list(made) == kept
+
+
+def _added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
+    """The axes that an Unsqueeze adds to a result of so many axes; empty if they are not known."""
+    axes = unsqueeze.attributes.get_ints("axes", None) or constant_numbers(unsqueeze.inputs[1]) or ()
+    return {axis % rank for axis in axes}
+
+
+def _reduced_axes(reduction: ir.Node) -> set[int] | None:
+    """The axes of a reduction; None if they are not known."""
+    data = reduction.inputs[0]
+    axes = reduction.attributes.get_ints("axes", None)
+    if axes is None and len(reduction.inputs) > 1:
+        axes = constant_numbers(reduction.inputs[1])
+    if not axes or data is None or data.shape is None:
+        return None
+    return {axis % len(data.shape) for axis in axes}
+
+
+def _average(node: ir.Node, editor: Editor) -> bool:
+    """Replace a sum over axes that is divided by their size, or multiplied by one over it, by a mean."""
+    for total, other in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else (node.inputs,):
+        reduction, number = made_by(total, "ReduceSum"), known_tensor(other)
+        if reduction is None or total is None or number is None or number.size != 1 or total.shape is None:
+            continue
+        axes = _reduced_axes(reduction)
+        if axes is None or len(number.shape) > len(total.shape) or only_user(total, node.op_type) is not node:
+            continue
+        sizes, factor = [_fixed_size(reduction.inputs[0], axis) for axis in axes], float(number.numpy().reshape(()))
+        count = math.prod(size or 0 for size in sizes)
+        if math.isclose(factor * count if node.op_type == "Mul" else factor / (count or 1), 1, rel_tol=_CLOSE):
+            lists, attributes = editor.lists("ReduceMean", axes=sorted(axes))
+            keepdims = reduction.attributes.get_int("keepdims", 1)
+            mean = ir.node("ReduceMean", [reduction.inputs[0], *lists], {**attributes, "keepdims": keepdims})
+            editor.replace(node, mean)
+            return True
+    return False
+
+
+def _take_root(node: ir.Node, editor: Editor) -> bool:
+    """Replace a power of one half by a square root."""
+    tensor, data, made = known_tensor(node.inputs[1]), node.inputs[0], node.outputs[0]
+    is_half = tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
+    if not is_half or data is None or data.shape is None or made.shape is None or len(data.shape) != len(made.shape):
+        return False
+    editor.replace(node, ir.node("Sqrt", [data]))
+    return True
+
+
+def _repeat(node: ir.Node, editor: Editor) -> bool:
+    """Replace a Gather that takes each element of an axis several times by an Expand of an axis behind it."""
+    data, indices = node.inputs
+    numbers = constant_numbers(indices)
+    if data is None or data.is_initializer() or data.shape is None or not numbers or indices is None:
+        return False
+    axis = node.attributes.get_int("axis", 0) % len(data.shape)
+    size = _fixed_size(data, axis) or len(numbers)
+    times = len(numbers) // size
+    is_list = indices.shape is not None and len(indices.shape) == 1
+    if times < 2 or not is_list or numbers != np.repeat(np.arange(size), times).tolist():
+        return False
+    sizes, ones = editor.before(node, "Shape", data), [1] * (len(data.shape) - axis - 1)
+    lists, attributes = editor.lists("Unsqueeze", axes=[axis + 1])
+    apart = editor.before(node, "Unsqueeze", data, *lists, **attributes)
+    more = editor.before(node, "Expand", apart, editor.numbers(times, *ones))
+    parts = [editor.before(node, "Slice", sizes, *map(editor.numbers, bounds)) for bounds in _around(axis)]
+    shape = editor.before(node, "Concat", parts[0], editor.numbers(size * times), parts[1], axis=0)
+    editor.replace(node, ir.node("Reshape", [more, shape]))
+    return True
+
+
+def _around(axis: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The bounds of the lists of the sizes before an axis, and after it."""
+    return (0, axis), (axis + 1, ANY_END)
+
+
+def _look_up(node: ir.Node, editor: Editor) -> bool:
+    """Replace a GatherND of rows by a Gather."""
+    data, places = node.inputs
+    has_batches = node.attributes.get_int("batch_dims", 0) != 0
+    if places is None or places.shape is None or has_batches or _fixed_size(places, -1) != 1:
+        return False
+    apart, last = made_by(places, "Unsqueeze"), len(places.shape) - 1
+    rows = apart.inputs[0] if apart is not None and _added_axes(apart, last + 1) == {last} else None
+    if rows is None:
+        lists, attributes = editor.lists("Squeeze", axes=[last])
+        rows = editor.before(node, "Squeeze", places, *lists, **attributes)
+    editor.replace(node, ir.node("Gather", [data, rows], {"axis": 0}))
+    return True
+
+
+_RULES: Mapping[str, Callable[[ir.Node, Editor], bool]] = {
+    "Slice": _trim_slice,
+    "Unsqueeze": _keep_axes,
+    "Reshape": _keep_axes,
+    "Div": _average,
+    "Mul": _average,
+    "Pow": _take_root,
+    "Gather": _repeat,
+    "GatherND": _look_up,
+}

@@ -1,0 +1,78 @@
+"""Nodes become those that most exporters write, where the sizes say that these do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.request.shapes import AskedShapes
+from tests.conftest import assert_close, run_whole
+
+WriteModel = Callable[[str], Path]
+SIZES = "int64[1] none = {0}, int64[1] one = {1}, int64[1] last = {-1}, int64[1] end = {9223372036854775807}"
+SHARED = f"{SIZES}, int64[3] back = {{0, 0, 1}}, float eight = {{8}}, float eighth = {{0.125}}, float near = {{0.12}}"
+SLICES = "int64[3] zeros = {0, 0, 2}, int64[3] ends = {9223372036854775807, 9, 7}, int64[3] axes = {0, -2, 2}"
+
+PLAIN = {
+    "a mean": ("a = ReduceSum (x, last)  y = Div (a, eight)", "ReduceMean"),
+    "a mean by a factor": ("a = ReduceSum <keepdims = 0> (x, last)  y = Mul (eighth, a)", "ReduceMean"),
+    "a mean whose axis comes back": (
+        "a = ReduceSum <keepdims = 0> (x, last)  b = Div (a, eight)  c = Reshape (b, back)  y = Neg (c)",
+        "ReduceMean Neg",
+    ),
+    "a maximum whose axis comes back": (
+        "a = ReduceMax <keepdims = 0> (x, last)  b = Unsqueeze (a, last)  y = Sub (x, b)",
+        "ReduceMax Sub",
+    ),
+    "a root": ("a = Abs (x)  y = Pow (a, half)", "Abs Sqrt"),
+    "a slice of one axis": ("y = Slice (x, zeros, ends, axes)", "Slice"),
+    "a slice of all": ("a = Slice (x, none, full, last, one)  y = Neg (a)", "Neg"),
+    "repeated heads": ("y = Gather <axis = -2> (x, twice)", "Expand Reshape"),
+    "a lookup by a column": ("a = Reshape (ids, column)  y = GatherND (x, a)", "Reshape Gather"),
+    "a lookup": ("a = Unsqueeze (ids, last)  y = GatherND (x, a)", "Gather"),
+}
+STAY = {
+    "another factor": ("a = ReduceSum (x, last)  y = Mul (near, a)", "ReduceSum Mul"),
+    "a quotient the other way": ("a = ReduceSum (x, last)  y = Div (eight, a)", "ReduceSum Div"),
+    "an axis of unknown size": ("a = ReduceSum (x, none)  y = Div (a, eight)", "ReduceSum Div"),
+    "a sum with other readers": ("a = ReduceSum (x, last)  b = Div (a, eight)  y = Add (a, b)", "ReduceSum Div Add"),
+    "another axis": ("a = ReduceMax <keepdims = 0> (x, last)  y = Unsqueeze (a, none)", "ReduceMax Unsqueeze"),
+    "another power": ("a = Abs (x)  y = Pow (a, eight)", "Abs Pow"),
+    "a slice backwards": ("y = Slice (x, end, begin, last, last)", "Slice"),
+    "all of an unknown axis": ("y = Slice (x, none, full, none, one)", "Slice"),
+    "heads in turn": ("y = Gather <axis = -2> (x, turns)", "Gather"),
+    "a part of the heads": ("y = Gather <axis = -1> (x, twice)", "Gather"),
+    "a lookup by two indices": ("a = Concat <axis = 1> (pairs, pairs)  y = GatherND (x, a)", "GatherND"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "operators"), [*PLAIN.values(), *STAY.values()], ids=[*PLAIN, *STAY])
+def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: WriteModel, tmp_path: Path) -> None:
+    """Its results are the same, also for another number of rows."""
+    numbers = "int64[8] twice = {0, 0, 0, 0, 1, 1, 1, 1}, int64[4] turns = {0, 1, 0, 1}, float half = {0.5}"
+    column = "int64[2] column = {-1, 1}"
+    pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
+        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}> {{ {nodes} }}"""
+    )
+    onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)  # the file declares all shapes
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32), "ids": np.array([2, 0, 1])}
+    analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds.items()}), 1)
+    for value in (value for node in analysis.graph.nodes for value in node.outputs):
+        assert value.shape is not None and len(value.shape) == len(analysis.costs.bound.shapes[value.name or ""])
+    names = [node.op_type for node in analysis.graph.nodes]
+    beside = {"Shape", "Concat", "Squeeze"} if "Gather" in operators or "Reshape" in operators else set()
+    kept = [name for name in names if name in operators.split() or name not in beside | {"Unsqueeze", "Slice"}]
+    assert [name for name in kept if name not in beside] == operators.split()
+    made = tmp_path / "plain.onnx"
+    ir.save(analysis.graph.model, made)
+    for rows in (3, 5):
+        feeds["x"] = np.random.default_rng(rows).standard_normal((rows, 2, 8)).astype(np.float32)
+        assert_close(run_whole(made, feeds), run_whole(path, feeds))
