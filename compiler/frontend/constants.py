@@ -123,15 +123,22 @@ def bypass_same(graph: ir.Graph) -> None:
         value = node.inputs[0] if node.inputs and not node.domain else None
         if node.op_type == "Mul" and _is_one(value):
             value = node.inputs[1]
-        if value is None or not _is_same(node, value):
-            continue
-        made, maker = node.outputs[0], value.producer()
-        if not made.is_graph_output():
-            made.replace_all_uses_with(value)
-        elif maker is not None and maker.graph is graph is node.graph and not value.is_graph_output():
-            made.replace_all_uses_with(value, replace_graph_outputs=True)
-            value.name, made.name = made.name, None
-            value.type, value.shape = made.type or value.type, made.shape or value.shape
+        if value is not None and _is_same(node, value):
+            bypass(graph, node, value)
+
+
+def bypass(graph: ir.Graph, node: ir.Node, value: ir.Value) -> bool:
+    """Let readers of a node's output read an equal `value`, in place. Returns whether they do; see `bypass_same`."""
+    made, maker = node.outputs[0], value.producer()
+    if not made.is_graph_output():
+        made.replace_all_uses_with(value)
+        return True
+    if maker is None or not (maker.graph is graph is node.graph) or value.is_graph_output():
+        return False
+    made.replace_all_uses_with(value, replace_graph_outputs=True)
+    value.name, made.name = made.name, None
+    value.type, value.shape = made.type or value.type, made.shape or value.shape
+    return True
 
 
 def merge_casts(graph: ir.Graph) -> None:

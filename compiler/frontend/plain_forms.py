@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.constants import ANY_END
+from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user
+from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.nodes import known_tensor, settings_of
 
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 # The relative tolerance of a constant that is one over a size.
 _CLOSE = 1e-6
@@ -38,14 +39,6 @@ def _fixed_size(value: ir.Value | None, axis: int) -> int | None:
     return None if value is None or value.shape is None else fixed_size(value.shape[axis])
 
 
-def _bypass(made: ir.Value, value: ir.Value) -> bool:
-    """Let readers of a value read an equal one, unless it is one of the model's outputs."""
-    if made.is_graph_output():
-        return False
-    made.replace_all_uses_with(value)
-    return True
-
-
 def _trim_slice(node: ir.Node, editor: Editor) -> bool:
     """Leave the axes out of a Slice's lists of which it takes all."""
     data, *lists = node.inputs
@@ -58,7 +51,7 @@ def _trim_slice(node: ir.Node, editor: Editor) -> bool:
     if len(cut) == len(bounds) or len(bounds) != len(starts):
         return False
     if not cut:
-        return _bypass(node.outputs[0], data)
+        return bypass(editor.graph, node, data)
     node.resize_inputs(5)
     for number, column in enumerate(zip(*cut, strict=True), start=1):
         node.replace_input_with(number, editor.numbers(*column))
@@ -93,8 +86,7 @@ def _brings_back(node: ir.Node, axes: set[int], kept: list[int | ir.SymbolicDim]
     if node.op_type == "Unsqueeze":
         return _added_axes(node, len(kept)) == axes
     made = node.outputs[0].shape
-    is_known = all(isinstance(size, int) or size.value is not None for size in kept)
-    return made is not None and is_known and list(made) == kept
+    return made is not None and _is_known(made) and list(made) == kept
 
 
 def _added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
@@ -112,6 +104,20 @@ def _reduced_axes(reduction: ir.Node) -> set[int] | None:
     if not axes or data is None or data.shape is None:
         return None
     return {axis % len(data.shape) for axis in axes}
+
+
+def _restore(node: ir.Node, editor: Editor) -> bool:
+    """Bypass views that end with the sizes they begin with, or let a reduction before one keep its axes."""
+    made, value = node.outputs[0], node.inputs[0]
+    while value is not None:
+        if _is_known(value.shape) and value.shape == made.shape:
+            return bypass(editor.graph, node, value)
+        value = value_before(value, *_VIEWS)
+    return _keep_axes(node, editor)
+
+
+def _is_known(shape: ir.Shape | None) -> bool:
+    return shape is not None and all(isinstance(size, int) or size.value is not None for size in shape)
 
 
 def _average(node: ir.Node, editor: Editor) -> bool:
@@ -186,13 +192,29 @@ def _look_up(node: ir.Node, editor: Editor) -> bool:
     return True
 
 
+def _read_before(node: ir.Node, editor: Editor) -> bool:
+    """Read the sizes of a transposed value before its Transpose, if nothing reads the value itself."""
+    turned, made = node.inputs[0], node.outputs[0]
+    transpose = made_by(turned, "Transpose")
+    order = () if transpose is None else transpose.attributes.get_ints("perm", ())
+    if turned is None or transpose is None or not order or turned.is_graph_output() or readers_of(turned):
+        return False
+    places = order[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(order))]
+    sizes = editor.before(node, "Shape", transpose.inputs[0], dtype=made.dtype)
+    editor.replace(node, ir.node("Gather", [sizes, editor.numbers(*places)]))
+    return True
+
+
 _RULES: Mapping[str, Callable[[ir.Node, Editor], bool]] = {
     "Slice": _trim_slice,
-    "Unsqueeze": _keep_axes,
-    "Reshape": _keep_axes,
+    "Unsqueeze": _restore,
+    "Reshape": _restore,
+    "Squeeze": _restore,
+    "Flatten": _restore,
     "Div": _average,
     "Mul": _average,
     "Pow": _take_root,
     "Gather": _repeat,
     "GatherND": _look_up,
+    "Shape": _read_before,
 }

@@ -31,18 +31,17 @@ pytestmark = pytest.mark.usefixtures("bare_engines")
 
 
 def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:
-    """x [4, 8] -> a [4, 16] -> b [4, 16] -> v, a view of b -> y [4, 2] and rest [4, 14], in float32.
+    """x [4, 8] -> a [4, 16] -> b [4, 16] -> v [1, 4, 16], a view of b -> y [1, 4, 2] and rest [1, 4, 14], in float32.
 
     Each takes a multiple of 256 bytes of the arena: a and b at once, then y in the place of a, and rest after b.
     """
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[n, 8] x) => (float[n, 2] y) <int64[2] sizes = {2, 14}, int64[1] zero = {0}>
+        g (float[n, 8] x) => (float[1, n, 2] y) <int64[2] sizes = {2, 14}, int64[1] zero = {0}>
         { a = Concat <axis = 1> (x, x)
           b = Softmax(a)
-          u = Unsqueeze(b, zero)
-          v = Squeeze(u, zero)
-          y, rest = Split <axis = 1> (v, sizes) }"""
+          v = Unsqueeze(b, zero)
+          y, rest = Split <axis = 2> (v, sizes) }"""
     )
     analysis = analyze(path, AskedShapes({"x": (4, 8)}), 1)
     (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])

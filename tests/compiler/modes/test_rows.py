@@ -247,7 +247,7 @@ def test_rows_of_sizes_that_no_primes_fit(meet: bool, tmp_path: Path) -> None:
     marked = b.op("Mul", x, b.op("Unsqueeze", own, b.ints(2)))
     y = b.op("Softmax", marked, axis=0) if meet else marked
     chunks = b.op("Concat", count, b.op("Div", length, b.ints(4)), b.ints(4, WIDTH), axis=0)
-    whole = b.op("Reshape", b.op("Reshape", y, chunks), b.op("Concat", count, length, b.ints(-1), axis=0))
+    whole = b.op("Reshape", b.op("Neg", b.op("Reshape", y, chunks)), b.op("Concat", count, length, b.ints(-1), axis=0))
     b.give(layer(b, b.op("Add", whole, x), "up"), "y", ["batch", "length", WIDTH])
     if meet:
         refuse_rows(b, tmp_path, "along axis 0 of 'x' are not independent: .*Softmax")

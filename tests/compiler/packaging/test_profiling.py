@@ -140,7 +140,7 @@ def test_blocks_are_given_the_sizes_that_others_compute(tmp_path: Path) -> None:
         value = b.op("Relu", b.op("Conv", value, b.w(f"{number}", 8, 8, 1, 1)))
     pixels = b.op("ReduceProd", b.op("Slice", sizes, b.ints(2), b.ints(4)))
     rows = b.op("Reshape", value, b.op("Concat", b.ints(1, 8), pixels, axis=0))
-    b.give(b.op("Reshape", rows, sizes), "y", ["n", 8, "p", "q"])
+    b.give(b.op("Reshape", b.op("Neg", rows), sizes), "y", ["n", 8, "p", "q"])
     save(b.model(), tmp_path / "model.onnx")
     analysis = analyze(tmp_path / "model.onnx", AskedShapes({"x": (1, 4, 16, 16)}), 3)
     taken = [value for stage in single_blocks(analysis) for value in stage.takes if value.dtype == ir.DataType.INT64]
