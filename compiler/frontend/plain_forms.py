@@ -146,6 +146,8 @@ def _take_root(node: ir.Node, editor: Editor) -> bool:
     is_half = tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
     if not is_half or data is None or data.shape is None or made.shape is None or len(data.shape) != len(made.shape):
         return False
+    if data.dtype is None or not data.dtype.is_floating_point():  # Sqrt takes no integers
+        return False
     editor.replace(node, ir.node("Sqrt", [data]))
     return True
 
@@ -166,15 +168,13 @@ def _repeat(node: ir.Node, editor: Editor) -> bool:
     lists, attributes = editor.lists("Unsqueeze", axes=[axis + 1])
     apart = editor.before(node, "Unsqueeze", data, *lists, **attributes)
     more = editor.before(node, "Expand", apart, editor.numbers(times, *ones))
-    parts = [editor.before(node, "Slice", sizes, *map(editor.numbers, bounds)) for bounds in _around(axis)]
+    parts = []
+    for start, end in ((0, axis), (axis + 1, ANY_END)):  # the sizes before the axis, and those after it
+        lists, attributes = editor.lists("Slice", starts=[start], ends=[end])
+        parts.append(editor.before(node, "Slice", sizes, *lists, **attributes))
     shape = editor.before(node, "Concat", parts[0], editor.numbers(size * times), parts[1], axis=0)
     editor.replace(node, ir.node("Reshape", [more, shape]))
     return True
-
-
-def _around(axis: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The bounds of the lists of the sizes before an axis, and after it."""
-    return (0, axis), (axis + 1, ANY_END)
 
 
 def _look_up(node: ir.Node, editor: Editor) -> bool:

@@ -51,6 +51,10 @@ STAY = {
     "an axis of unknown size": ("a = ReduceSum (x, none)  y = Div (a, eight)", "ReduceSum Div"),
     "a sum with other readers": ("a = ReduceSum (x, last)  b = Div (a, eight)  y = Add (a, b)", "ReduceSum Div Add"),
     "another axis": ("a = ReduceMax <keepdims = 0> (x, last)  y = Unsqueeze (a, none)", "ReduceMax Unsqueeze"),
+    "a root of whole numbers": (
+        "a = Cast <to = 6> (x)  b = Pow (a, half)  y = Cast <to = 1> (b)",
+        "Cast Pow Cast",
+    ),
     "another power": ("a = Abs (x)  y = Pow (a, eight)", "Abs Pow"),
     "a slice backwards": ("y = Slice (x, end, begin, last, last)", "Slice"),
     "all of an unknown axis": ("y = Slice (x, none, full, none, one)", "Slice"),
