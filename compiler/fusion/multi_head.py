@@ -18,6 +18,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
+from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
@@ -77,8 +78,8 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
     for scale in attention.row_scales:
         _check_scale(scale, frame, work.sizes)
     for node in (node for value in attention.passed for node in size_readers(value)):
-        axes = work.sizes.axes(node.inputs[0]) if node.inputs[0] is not None else None
-        if node.attributes or axes is None or not all(map(work.has, axes)):
+        axes = sizes_read(node, work.sizes)
+        if axes is None or not all(map(work.has, axes)):
             raise NotFusedError("a node reads sizes of its scores that its queries and keys do not have")
     return frame
 
@@ -99,8 +100,8 @@ def _rewrite_sizes(attention: Attention, work: Writer) -> None:
     """Read sizes of the scores off queries and keys, so that the decomposed scores are not computed for them."""
     for value in (*attention.passed, attention.output):
         for node in size_readers(value):
-            axes = work.sizes.axes(value)
-            if node.attributes or axes is None or not all(map(work.has, axes)):
+            axes = sizes_read(node, work.sizes)
+            if axes is None or not all(map(work.has, axes)):
                 continue  # it reads the output, which stays
             sizes = replace(work, at=node).list_of(axes, "scores")
             node.outputs[0].replace_all_uses_with(sizes, replace_graph_outputs=False)

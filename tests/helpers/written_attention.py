@@ -179,10 +179,11 @@ class _Writer:
         weights = self._softmax(scores)
         if form.guard:
             weights = self._add("Where", self._add("IsNaN", weights), self._weight(np.array(0.0)), weights)
+        result = self._weighed(weights, values)
         if form.reads_sizes:
-            shape = self._add("Shape", weights)
-            weights = self._add("Reshape", weights, shape)
-        return self._weighed(weights, values)
+            keys_read = self._add("Cast", self._add("Shape", weights, start=-1), to=form.dtype)
+            result = self._add("Div", result, keys_read)
+        return result
 
     def _factors(self, value: str) -> tuple[str, str, str]:
         """Queries, keys (transposed for the product) and values."""
