@@ -152,18 +152,30 @@ def _take_root(node: ir.Node, editor: Editor) -> bool:
     return True
 
 
-def _repeat(node: ir.Node, editor: Editor) -> bool:
-    """Replace a Gather that takes each element of an axis several times by an Expand of an axis behind it."""
+def _select(node: ir.Node, editor: Editor) -> bool:
+    """Replace a Gather of a range of an axis, or one that takes each of its elements several times."""
     data, indices = node.inputs
     numbers = constant_numbers(indices)
     if data is None or data.is_initializer() or data.shape is None or not numbers or indices is None:
         return False
     axis = node.attributes.get_int("axis", 0) % len(data.shape)
-    size = _fixed_size(data, axis) or len(numbers)
-    times = len(numbers) // size
-    is_list = indices.shape is not None and len(indices.shape) == 1
-    if times < 2 or not is_list or numbers != np.repeat(np.arange(size), times).tolist():
+    size, first = _fixed_size(data, axis) or len(numbers), numbers[0]
+    if indices.shape is None or len(indices.shape) != 1 or data.dtype is None or not data.dtype.is_floating_point():
         return False
+    if numbers == [*range(first, first + len(numbers))] and 0 <= first <= size - len(numbers):
+        lists, attributes = editor.lists("Slice", starts=[first], ends=[first + len(numbers)], axes=[axis])
+        editor.replace(node, ir.node("Slice", [data, *lists], attributes))
+        return True
+    times = len(numbers) // size
+    if times < 2 or numbers != np.repeat(np.arange(size), times).tolist():
+        return False
+    _repeat(node, data, axis, size, times, editor)
+    return True
+
+
+def _repeat(node: ir.Node, data: ir.Value, axis: int, size: int, times: int, editor: Editor) -> None:
+    """Replace a node that repeats each element of an axis of a `size` by an Expand of an axis behind it."""
+    assert data.shape is not None
     sizes, ones = editor.before(node, "Shape", data), [1] * (len(data.shape) - axis - 1)
     lists, attributes = editor.lists("Unsqueeze", axes=[axis + 1])
     apart = editor.before(node, "Unsqueeze", data, *lists, **attributes)
@@ -174,7 +186,6 @@ def _repeat(node: ir.Node, editor: Editor) -> bool:
         parts.append(editor.before(node, "Slice", sizes, *lists, **attributes))
     shape = editor.before(node, "Concat", parts[0], editor.numbers(size * times), parts[1], axis=0)
     editor.replace(node, ir.node("Reshape", [more, shape]))
-    return True
 
 
 def _look_up(node: ir.Node, editor: Editor) -> bool:
@@ -214,7 +225,7 @@ _RULES: Mapping[str, Callable[[ir.Node, Editor], bool]] = {
     "Div": _average,
     "Mul": _average,
     "Pow": _take_root,
-    "Gather": _repeat,
+    "Gather": _select,
     "GatherND": _look_up,
     "Shape": _read_before,
 }

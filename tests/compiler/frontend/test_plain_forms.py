@@ -33,6 +33,7 @@ PLAIN = {
     "a root": ("a = Abs (x)  y = Pow (a, half)", "Abs Sqrt"),
     "a slice of one axis": ("y = Slice (x, zeros, ends, axes)", "Slice"),
     "a slice of all": ("a = Slice (x, none, full, last, one)  y = Neg (a)", "Neg"),
+    "a range": ("y = Gather <axis = -1> (x, range)", "Slice"),
     "repeated heads": ("y = Gather <axis = -2> (x, twice)", "Expand Reshape"),
     "sizes of a transposed value": (
         "a = Transpose <perm = [1, 2, 0]> (x)  b = Shape <start = -2> (a)  y = Expand (eight, b)",
@@ -63,6 +64,7 @@ STAY = {
         "Transpose Shape Expand Add",
     ),
     "a view of other sizes": ("b = Reshape (x, other)  y = Neg (b)", "Reshape Neg"),
+    "a range of an axis of unknown size": ("y = Gather <axis = 0> (x, range)", "Gather"),
     "heads in turn": ("y = Gather <axis = -2> (x, turns)", "Gather"),
     "a part of the heads": ("y = Gather <axis = -1> (x, twice)", "Gather"),
     "a lookup by two indices": ("a = Concat <axis = 1> (pairs, pairs)  y = GatherND (x, a)", "GatherND"),
@@ -73,7 +75,9 @@ STAY = {
 def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: WriteModel, tmp_path: Path) -> None:
     """Its results are the same, also for another number of rows."""
     numbers = "int64[8] twice = {0, 0, 0, 0, 1, 1, 1, 1}, int64[4] turns = {0, 1, 0, 1}, float half = {0.5}"
-    column = "int64[2] column = {-1, 1}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
+    column = (
+        "int64[2] column = {-1, 1}, int64[2] range = {1, 2}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
+    )
     pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
