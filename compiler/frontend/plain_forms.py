@@ -159,8 +159,10 @@ def _select(node: ir.Node, editor: Editor) -> bool:
     if data is None or data.is_initializer() or data.shape is None or not numbers or indices is None:
         return False
     axis = node.attributes.get_int("axis", 0) % len(data.shape)
-    size, first = _fixed_size(data, axis) or len(numbers), numbers[0]
-    if indices.shape is None or len(indices.shape) != 1 or data.dtype is None or not data.dtype.is_floating_point():
+    size, first = _fixed_size(data, axis), numbers[0]
+    if not size or indices.shape is None or len(indices.shape) != 1:
+        return False
+    if data.dtype is None or not data.dtype.is_floating_point():
         return False
     if numbers == [*range(first, first + len(numbers))] and 0 <= first <= size - len(numbers):
         lists, attributes = editor.lists("Slice", starts=[first], ends=[first + len(numbers)], axes=[axis])

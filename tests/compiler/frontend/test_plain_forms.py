@@ -67,6 +67,7 @@ STAY = {
     "a range of an axis of unknown size": ("y = Gather <axis = 0> (x, range)", "Gather"),
     "heads in turn": ("y = Gather <axis = -2> (x, turns)", "Gather"),
     "a part of the heads": ("y = Gather <axis = -1> (x, twice)", "Gather"),
+    "a range of an unknown axis": ("y = Gather (x, none)", "Gather"),
     "a lookup by two indices": ("a = Concat <axis = 1> (pairs, pairs)  y = GatherND (x, a)", "GatherND"),
 }
 
