@@ -1,5 +1,7 @@
 """Fuses decomposed RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) x weights, along the last axis.
 
+If x is y - mean(y), the norm is a LayerNorm of y, as all exporters write it below opset 17, perhaps with a bias.
+
 ONNX Runtime itself fuses some forms that divide by the root. Torch's exporters multiply by its reciprocal: ONNX Runtime
 leaves that as six or more nodes, in float32 between casts. A norm may have no weights, or get them after a reshape.
 
@@ -25,21 +27,23 @@ from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
 
-OPERATOR = "SimplifiedLayerNormalization"
+OPERATOR, CENTERED = "SimplifiedLayerNormalization", "LayerNormalization"
 
 
 @dataclass(frozen=True)
 class Norm:
     """An RMSNorm: `normal` is `data`, divided by the root of the mean square, or multiplied by the reciprocal.
 
-    `output` is `normal` times `weights`, if there are any.
+    Or a LayerNorm, whose `operator` also subtracts the mean. `output` is `normal` times the first of the `weights`,
+    plus the second, as far as there are any.
     """
 
+    operator: str
     data: ir.Value
     normal: ir.Value
-    weights: ir.Value | None
     epsilon: float
     output: ir.Value
+    weights: tuple[ir.Value, ...] = ()
 
     @property
     def source(self) -> ir.Value:
@@ -47,14 +51,9 @@ class Norm:
         value = value_before(self.data, "Cast")
         return value if value is not None and value.dtype == self.output.dtype else self.data
 
-    @property
-    def without_weights(self) -> Norm:
-        """The norm without the product with its weights."""
-        return replace(self, weights=None, output=self.normal)
-
 
 # Operators that normalize the last axis, unless their attribute `axis` names another.
-OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
+OPERATORS = frozenset({CENTERED, "RMSNormalization", OPERATOR})
 
 
 def find_transposed(norm: ir.Node) -> Operand | None:
@@ -81,26 +80,37 @@ def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes)
     work.take_place(made, output)
 
 
-def find_norm(mean: ir.Node) -> Norm | None:
-    """The RMSNorm around a mean of squares; None if there is none.
+def find_norms(mean: ir.Node) -> list[Norm]:
+    """The norm around a mean of squares, with its weights and bias, without the bias, and without both; [] for none.
 
     Raises NotFusedError for a form that the operator does not have.
     """
     if not is_onnx(mean, "ReduceMean") or not is_over_last(mean, None):
-        return None
+        return []
     data = _squared(mean.inputs[0])
     root = None if data is None else _find_root(mean.outputs[0])
     if data is None or root is None:
-        return None
+        return []
     normal = _divided(data, *root[:2])
     if normal is None:
-        return None
+        return []
     if not mean.attributes.get_int("keepdims", 1):
         raise NotFusedError("its mean drops the axis (keepdims=0)")
     cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
-    output, weights = _weighted(value, cast is None)
-    return Norm(data, value, weights, root[2], output)
+    whole = _before_centering(data)
+    norm = Norm(OPERATOR if whole is None else CENTERED, data if whole is None else whole, value, root[2], value)
+    return _with_weights(norm, cast is None)
+
+
+def _before_centering(value: ir.Value) -> ir.Value | None:
+    """The x of x - mean(x), along the last axis; None for any other value."""
+    node = made_by(value, "Sub")
+    mean = None if node is None else made_by(node.inputs[1], "ReduceMean")
+    if node is None or mean is None or mean.inputs[0] is not node.inputs[0]:
+        return None
+    keeps_axes = mean.attributes.get_int("keepdims", 1) == 1
+    return node.inputs[0] if keeps_axes and is_over_last(mean, None) else None
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
@@ -137,26 +147,30 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
     return node.outputs[0]
 
 
-def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | None]:
-    """The norm times its weights, and the weights; the norm itself and None without weights.
+def _with_weights(norm: Norm, may_narrow: bool) -> list[Norm]:
+    """The norm, before it the same with weights, and before that the same with a bias, if it has them.
 
-    A cast of the product to half precision is included if `may_narrow`: the norm was not cast before.
+    A cast of the result to half precision is included if `may_narrow`: the norm was not cast before.
     """
-    product = combined(normal, "Mul")
-    if product is None:
-        return normal, None
-    weights, weighted = product
-    return (half_result(weighted) or weighted) if may_narrow else weighted, weights
+    norms = [norm]
+    for operator in ("Mul", "Add") if norm.operator == CENTERED else ("Mul",):
+        step = combined(norms[0].output, operator)
+        if step is None:
+            break
+        narrow = half_result(step[1]) if may_narrow else None
+        may_narrow = may_narrow and narrow is None
+        norms.insert(0, replace(norms[0], output=narrow or step[1], weights=(*norms[0].weights, step[0])))
+    return norms
 
 
-def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
-    """Replace a norm by the operator, in place, with weights of 1 if the norm has none of the last axis' shape.
+def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> None:
+    """Replace the first of the norms whose weights and bias are rows by the operator, in place.
 
-    Raises NotFusedError if the operator can't express it; then nothing is changed.
+    The weights are 1 if the norm has none. Raises NotFusedError if the operator can't express it; then nothing is
+    changed.
     """
-    axes = sizes.axes(norm.data)
-    if axes is not None and not _has_row(norm, axes, sizes):
-        norm = norm.without_weights
+    axes = sizes.axes(norms[-1].data)
+    norm = next((norm for norm in norms[:-1] if axes and _has_rows(norm, axes, sizes)), norms[-1])
     dtype = norm.source.dtype
     if axes is None or dtype is None or norm.output.dtype is None or norm.normal.dtype is None:
         raise NotFusedError("its shape or its type is not known")
@@ -164,14 +178,13 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
     data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
-    if norm.weights is None:
-        scale = editor.constant(np.ones(size, dtype.numpy()))
-    else:
-        scale = work.reshape(norm.weights, axes[-1:], "norm_row")
-        scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
+    rows = [] if norm.weights else [editor.constant(np.ones(size, dtype.numpy()))]
+    for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
+        row = work.reshape(weights, axes[-1:], f"norm_{name}_row")
+        rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
     before = before_transpose(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
-    made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
+    made = work.add("norm", norm.operator, [before.value, *rows], data, own, axis=-1, epsilon=small, stash_type=1)
     made = work.transpose(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
@@ -184,13 +197,11 @@ def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
     return traced if traced.axes[-1] == rank - 1 and sizes.axes(traced.value) is not None else as_operand(data, rank)
 
 
-def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a norm's weights are a row, with one number for each element of the last axis."""
-    weights, output = None if norm.weights is None else sizes.axes(norm.weights), sizes.axes(norm.output)
-    if not weights or output is None:
-        return False
-    one_row = weights[-1].size == axes[-1].size and is_one(weights[:-1])
-    return one_row and [axis.size for axis in output] == [axis.size for axis in axes]
+def _has_rows(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
+    """Whether a norm's weights and bias are rows, with one number for each element of the last axis."""
+    rows, output = [sizes.axes(weights) for weights in norm.weights], sizes.axes(norm.output)
+    are_rows = all(row and row[-1].size == axes[-1].size and is_one(row[:-1]) for row in rows)
+    return are_rows and output is not None and [axis.size for axis in output] == [axis.size for axis in axes]
 
 
 @dataclass(frozen=True)

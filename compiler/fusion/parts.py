@@ -21,10 +21,9 @@ from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
-from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import (
     find_narrowed,
-    find_norm,
+    find_norms,
     find_transposed,
     move_transpose,
     write_narrowed,
@@ -86,12 +85,12 @@ class Parts:
 
     def _norm(self, mean: ir.Node) -> str | None:
         """Fuse the norm around a mean. Returns its operator; None if there is no norm."""
-        norm = find_norm(mean)
-        if norm is None:
+        norms = find_norms(mean)
+        if not norms:
             return None
-        check_type(norm.source, self.gains.parts)
-        write_norm(norm, self.editor, self.sizes)
-        return NORM
+        check_type(norms[0].source, self.gains.parts)
+        write_norm(norms, self.editor, self.sizes)
+        return norms[0].operator
 
     def _transposed_norm(self, norm: ir.Node) -> str | None:
         """Move a Transpose from before a norm to behind it. Returns the norm's operator; None if there is none."""

@@ -43,9 +43,11 @@ def fused(model: onnx.ModelProto, folder: Path) -> Fused:
     return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
-def check(model: onnx.ModelProto, folder: Path, tolerance: float) -> None:
+def check(
+    model: onnx.ModelProto, folder: Path, tolerance: float, operator: str = "SimplifiedLayerNormalization"
+) -> None:
     made = fused(model, folder)
-    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", "SimplifiedLayerNormalization")]
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", operator)]
     assert "ReduceMean" not in operators(made.graph.graph)
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
     random = np.random.default_rng(0)
@@ -71,6 +73,58 @@ def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
     check(written(POWER + MEAN + RECIPROCAL + before, "float16"), tmp_path, 4e-3)
     number = f"weight = Constant <value_floats = [1.5]> ()  {before.replace('weights', 'weight')}"
     check(written(POWER + MEAN + RECIPROCAL + number, "float16"), tmp_path, 4e-3)
+
+
+CENTERED = """
+    middle = ReduceMean <axes = [-1]> (wide)  x = Sub (wide, middle)
+    two = Constant <value_float = 2.0> ()  squares = Pow (x, two)  mean = ReduceMean <axes = [-1]> (squares)
+    small = Constant <value_float = 1e-5> ()  total = Add (mean, small)
+"""
+
+
+GIVEN = "given = Cast <to = 1> (weights)"
+
+
+def layer_norm(body: str, dtype: str = "float", weights: str = "float") -> onnx.ModelProto:
+    """As exporters write it below opset 17."""
+    signature = f"norm ({dtype}[batch, length, 8] data, {weights}[8] weights) => ({dtype}[batch, length, 8] y)"
+    cast = "wide = Identity (data)" if dtype == "float" else "wide = Cast <to = 1> (data)"
+    head = HEAD.replace("18", "14")
+    return onnx.parser.parse_model(f"{head} {signature} {{ {cast} {CENTERED} {body} }}")
+
+
+@pytest.mark.parametrize("divided", [RECIPROCAL, POWERED, DIVIDED])
+@pytest.mark.parametrize(
+    ("behind", "left"),
+    [
+        ("w = Mul (normal, weights)  y = Add (w, weights)", set()),
+        ("w = Mul (weights, normal)  y = Add (w, data)", {"Add"}),
+        (f"{BY_ROWS.replace('y =', 'w =')}  y = Add (row, w)", set()),
+        (WEIGHTED, set()),
+        ("y = Add (normal, weights)", {"Add"}),
+    ],
+    ids=["biased", "a residual", "by rows", "weighted", "without weights"],
+)
+def test_one_that_subtracts_the_mean_is_a_layer_norm(tmp_path: Path, divided: str, behind: str, left: set[str]) -> None:
+    model = layer_norm(divided + behind)
+    check(model, tmp_path, 2e-6, "LayerNormalization")
+    assert {*operators(fused(model, tmp_path).graph.graph)} - {"LayerNormalization"} == left
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        "narrow = Cast <to = 10> (normal)  w = Mul (narrow, weights)  y = Add (w, weights)",
+        f"{GIVEN}  w = Mul (normal, given)  narrow = Cast <to = 10> (w)  y = Add (narrow, weights)",
+        f"{GIVEN}  w = Mul (normal, given)  b = Add (w, given)  y = Cast <to = 10> (b)",
+    ],
+    ids=["at once", "before the bias", "behind the bias"],
+)
+def test_a_layer_norm_of_halves_is_narrowed(tmp_path: Path, behind: str) -> None:
+    model = layer_norm(DIVIDED + behind, "float16", "float16")
+    check(model, tmp_path, 8e-3, "LayerNormalization")
+    (norm,) = (node for node in fused(model, tmp_path).graph.nodes if node.op_type == "LayerNormalization")
+    assert [value.dtype for value in norm.inputs if value is not None] == [ir.DataType.FLOAT16] * 3
 
 
 def of_halves(weights: str) -> onnx.ModelProto:
