@@ -31,8 +31,7 @@ from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kept_rows import Chosen
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.fusion.preamble import Preamble
-from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
-from splitc.compiler.request.states import AskedStates
+from splitc.compiler.request.shapes import AskedShapes, AskedStates, Shape, check_order
 from splitc.runtime.adapters.adapter import Adapter
 from splitc.runtime.package.manifest import Slot
 from splitc.runtime.package.states import Length, State

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from splitc.compiler.cli.request_options import request_reader
-from splitc.compiler.pipelines.folder_names import files_of_folder, find_models, name_models
+from splitc.compiler.pipelines.names import files_of_folder, find_models, name_models
 from splitc.compiler.request.request import Request
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars

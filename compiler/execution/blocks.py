@@ -16,10 +16,10 @@ from splitc.compiler.execution.convolutions import ACTIVATIONS, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused
-from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
 from splitc.compiler.execution.liveness import Reads
-from splitc.compiler.execution.norms import DOMAIN as STEP
+from splitc.compiler.execution.patterns import DOMAIN as STEP
+from splitc.compiler.execution.patterns import GELUS
 from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks

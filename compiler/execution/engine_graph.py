@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from splitc.compiler.execution.exchange import Round
 from splitc.compiler.execution.liveness import Alike, Reads, Size
-from splitc.compiler.execution.rounds import Round
 from splitc.compiler.operators.operator import Shapes
 
 # The shapes of a node's inputs and outputs.

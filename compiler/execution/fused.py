@@ -10,15 +10,19 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
-from splitc.compiler.execution.exchange import Exchange, with_sums
-from splitc.compiler.execution.gelus import find_gelus, find_silus
+from splitc.compiler.execution.exchange import Exchange, with_rounds, with_sums
 from splitc.compiler.execution.liveness import Nodes, Reads
-from splitc.compiler.execution.norms import find_normed_sums, inline
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
-from splitc.compiler.execution.products import biased_products, scaled_products
+from splitc.compiler.execution.patterns import (
+    biased_products,
+    find_gelus,
+    find_normed_sums,
+    find_silus,
+    inline,
+    scaled_products,
+)
 from splitc.compiler.execution.quantized import find_quantized
 from splitc.compiler.execution.removed import find_turned_back, without_own_sizes
-from splitc.compiler.execution.rounds import with_rounds
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of

@@ -14,9 +14,9 @@ from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused, fuse
-from splitc.compiler.execution.gelus import biased_gelus
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
 from splitc.compiler.execution.order import depth_first
+from splitc.compiler.execution.patterns import biased_gelus
 from splitc.compiler.operators.registry import operator_of
 
 

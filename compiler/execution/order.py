@@ -6,9 +6,8 @@ from collections.abc import Container, Mapping, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.liveness import Nodes, Reads
-from splitc.compiler.execution.products import biased_products
+from splitc.compiler.execution.patterns import GELUS, biased_products
 from splitc.compiler.frontend.matching import is_onnx, made_by
 
 _ENDS_GELU = (*GELUS, "Mul")

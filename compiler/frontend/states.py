@@ -16,7 +16,7 @@ from splitc.compiler.frontend.room import mark_model_cache
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
-from splitc.compiler.request.states import AskedStates
+from splitc.compiler.request.shapes import AskedStates
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.states import State
 from splitc.runtime.units import format_shape

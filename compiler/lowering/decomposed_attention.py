@@ -22,9 +22,8 @@ from splitc.compiler.fusion.grouped import BIAS, KEY, LASTS, PASTS, QUERY, SINKS
 from splitc.compiler.fusion.latent_cache import OPSET
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import Attention, AttentionOnLatents, Nodes, put_in_place
-from splitc.compiler.lowering.cache_rows import Rows
+from splitc.compiler.lowering.cache_rows import Rows, WindowRows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
-from splitc.compiler.lowering.window_rows import WindowRows
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED, LATENT
 

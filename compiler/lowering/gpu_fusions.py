@@ -13,9 +13,8 @@ from splitc.compiler.lowering.channels_last import use_channels_last
 from splitc.compiler.lowering.fused_rows import fuse_rows
 from splitc.compiler.lowering.gelus import fuse_bias_gelus, fuse_gated_gelus
 from splitc.compiler.lowering.gpu_functions import OPSET
-from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.lowering.skip_norms import fuse_skips
-from splitc.compiler.lowering.summed_products import sum_products
+from splitc.compiler.lowering.weight_products import join_products, sum_products
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 

@@ -19,24 +19,14 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, own_shape
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
-from splitc.compiler.lowering.cpu_values import SMALL, Read, place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.cpu_values import Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
-from splitc.compiler.lowering.even_pads import pad_evenly
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
 from splitc.compiler.lowering.fused_experts import fuse_experts
-from splitc.compiler.lowering.older_opset import use_older_opset
-from splitc.compiler.lowering.widened import widen
-from splitc.compiler.nodes import known_weight
+from splitc.compiler.lowering.missing_kernels import WHOLE, describe, give_kernel, use_older_opset, widen
 from splitc.compiler.operators.gpu_kernels import host_inputs
-from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.arrays.array import Array
 
-WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-# The reduction that finds the value whose index an operator returns.
-EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
 CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
@@ -51,7 +41,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     for node in list(graph.all_nodes()):
         widen(node, editor)
         if node.graph is graph:
-            _give_kernel(node, editor)
+            give_kernel(node, editor)
     use_older_opset(graph)
     if opset < 11:
         return
@@ -103,98 +93,6 @@ def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -
 def convolves(node: ir.Node) -> bool:
     """Whether ONNX Runtime's CUDA provider runs a node with cuDNN, which plans for one shape at a time."""
     return node.op_type in CONVOLUTIONS
-
-
-def _give_kernel(node: ir.Node, editor: Editor) -> None:
-    """Replace a node without a CUDA kernel by nodes with one, where the results are the same to the bit."""
-    if node.op_type == "OneHot" and not node.domain:
-        _replace_one_hot(node, editor)
-    if node.op_type == "ConvTranspose" and not node.domain:
-        pad_evenly(node, editor)
-    value = node.inputs[0] if node.inputs else None
-    if value is None or runs_on_gpu(node):
-        return
-    dtype = described(value).dtype
-    if node.op_type in EXTREMES and dtype in WHOLE:
-        _find_extreme(node, value, editor)
-    elif node.op_type == "DequantizeLinear" and dtype == ir.DataType.INT32:
-        _multiply_by_scale(node, value, editor)
-    elif node.op_type == "Pad" and dtype == ir.DataType.INT64 and not _is_list(value):
-        _pad_halves(node, value, editor)
-    elif node.op_type == "Celu" and dtype in FLOATS and node.attributes.get_float("alpha", 1.0) == 1:
-        editor.replace(node, ir.node("Elu", [value]))  # the same function then
-
-
-def _is_list(value: ir.Value) -> bool:
-    """Whether a value is known to have one axis, as sizes have."""
-    shape = described(value).shape
-    return shape is not None and len(shape) < 2
-
-
-def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
-    """Replace ArgMax or ArgMin of integers: the index of the first element that equals the extreme."""
-    axis, name = node.attributes.get_int("axis", 0), node.outputs[0].name
-    axes, attributes = editor.lists("ReduceMax", axes=[axis])
-    extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
-    equal = editor.before(node, "Equal", value, extreme)
-    marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
-    shape = own_shape(value)
-    for made, suffix, dtype in (
-        (extreme, "extreme", described(value).dtype),
-        (equal, "equal", ir.DataType.BOOL),
-        (marked, "marked", ir.DataType.FLOAT),
-    ):
-        _describe(made, f"{name}/{suffix}", dtype, None if made is extreme else shape)
-    editor.replace(node, ir.node("ArgMax", [marked], node.attributes))
-
-
-def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
-    """Replace DequantizeLinear of int32 (a bias) by a product: its zero point is 0 by definition."""
-    scale = node.inputs[1]
-    dtype = None if scale is None else described(scale).dtype
-    if _is_list(value) and dtype is not None:
-        number = editor.before(node, "Cast", value, to=dtype)
-        _describe(number, f"{node.outputs[0].name}/number", dtype, own_shape(value))
-        editor.replace(node, ir.node("Mul", [number, scale]))
-
-
-def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
-    """Replace Pad of int64, such as a mask, by two of numbers of 32 bits in float64, which has them exactly."""
-    b, factor = Nodes(f"{node.outputs[0].name}/halves", editor), editor.constant(np.array(1 << 32, np.int64))
-
-    def halves(whole: ir.Value) -> tuple[ir.Value, ir.Value]:
-        low = b.one("Mod", whole, factor)
-        return low, b.one("Div", b.one("Sub", whole, low), factor)
-
-    def padded(half: ir.Value, fill: ir.Value | None) -> ir.Value:
-        wide, own = (None if one is None else b.one("Cast", one, to=ir.DataType.DOUBLE) for one in (half, fill))
-        inputs = [wide, node.inputs[1], own, *node.inputs[3:]]
-        return b.one("Cast", b.add("Pad", inputs, attributes=node.attributes.values())[0], to=ir.DataType.INT64)
-
-    fill = node.inputs[2] if len(node.inputs) > 2 else None
-    fills = (None, None) if fill is None else halves(fill)
-    low, high = map(padded, halves(value), fills)
-    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)], editor.graph)
-
-
-def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
-    """Replace OneHot of constant places by Gather, which stays on the CPU if its data do.
-
-    torch's repeat_interleave is exported so: it picks the number of repeats, and 1 for the other axes.
-    """
-    places, depth, values = node.inputs
-    if places is None or depth is None or (wanted := _constant(places)) is None or (most := _constant(depth)) is None:
-        return
-    count = int(most.item())
-    if wanted.size * count <= SMALL:
-        picked = marked_places(node, wanted, count)
-        editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
-
-
-def _constant(value: ir.Value) -> Array | None:
-    """The numbers of a constant; None for other values, and for those that a request can override."""
-    tensor = known_weight(value)
-    return None if tensor is None else tensor.numpy()
 
 
 @dataclass(frozen=True)
@@ -281,10 +179,5 @@ class _Raising:
         assert producer is not None
         self.editor.graph.insert_after(self._last.get(producer, producer), node)
         self._last[producer] = node
-        _describe(node.outputs[0], f"{value.name}/{role}", described(value).dtype, shape)
+        describe(node.outputs[0], f"{value.name}/{role}", described(value).dtype, shape)
         return node.outputs[0]
-
-
-def _describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
-    value.name, value.shape = name, shape
-    value.type = None if dtype is None else ir.TensorType(dtype)

@@ -12,9 +12,12 @@ import onnx_ir as ir
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.reads import is_random, node_reads, view_of
 from splitc.compiler.frontend.walks import ancestors, computed_from_weights, producers, reached
-from splitc.compiler.lowering.communication import SEND, kind_of
+from splitc.compiler.lowering.communication import SEND, communicates, kind_of, use_operators
 from splitc.compiler.lowering.open_shapes import open_shape
+from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.engines.kinds import find_kind, has_collectives
+from splitc.runtime.hardware.devices import Device
 
 
 @dataclass(frozen=True)
@@ -172,3 +175,20 @@ def _extract(
         if not value.is_graph_output() and value.shape is None:
             value.type = None
     return segment
+
+
+def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devices: Sequence[Device]) -> list[Segment]:
+    """The segments of a rank's graph, one for each engine; they compute the named `outputs`.
+
+    `devices` are those of all ranks.
+    """
+    if has_operators(engine, devices):
+        return [Segment(use_operators(graph, outputs), ())]
+    inside = has_collectives(engine, devices)
+    joints = [node for node in graph if communicates(node) and not (inside and node.op_type == COLLECTIVE)]
+    return [Segment(graph, ())] if inside and not joints else cut_segments(graph, outputs, joints)
+
+
+def has_operators(engine: str, devices: Sequence[Device]) -> bool:
+    """Whether all communication runs inside the engines, as operators of splitc's library."""
+    return has_collectives(engine, devices) and find_kind(engine).uses_operators

@@ -8,7 +8,7 @@ from pathlib import Path
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.request.request import Request
-from splitc.compiler.request.states import AskedStates
+from splitc.compiler.request.shapes import AskedStates
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.engines.kinds import choose_engine, maps_weights
 from splitc.runtime.hardware.devices import Device

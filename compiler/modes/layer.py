@@ -10,9 +10,8 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import divide_blocks
-from splitc.compiler.lowering.engine_segments import engine_segments, has_operators
 from splitc.compiler.lowering.programs import names, stage_program
-from splitc.compiler.lowering.segments import Segment
+from splitc.compiler.lowering.segments import Segment, engine_segments, has_operators
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, find_teams, find_transfers, with_transfers
 from splitc.compiler.modes.detours import (

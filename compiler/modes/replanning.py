@@ -21,8 +21,7 @@ from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, 
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import PLACING, ROW_MIN, WHY_NOT_PLACED, Request
-from splitc.compiler.request.shapes import Shape
-from splitc.compiler.request.states import AskedStates
+from splitc.compiler.request.shapes import AskedStates, Shape
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file

@@ -18,11 +18,10 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.execution.rounds import Round
-from splitc.compiler.lowering.engine_segments import engine_segments
+from splitc.compiler.execution.exchange import Round
 from splitc.compiler.lowering.programs import names, rank_program
-from splitc.compiler.lowering.row_graphs import row_graph
-from splitc.compiler.lowering.row_slices import find_rounds, product_stage
+from splitc.compiler.lowering.row_graphs import find_rounds, product_stage, row_graph
+from splitc.compiler.lowering.segments import engine_segments
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
@@ -37,10 +36,10 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
+from splitc.compiler.sharding.sharded_model import held_shards
 from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.compiler.trials.trial import broken_rules, find_broken
 from splitc.runtime.errors import MisuseError

@@ -33,9 +33,8 @@ from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.held import held_shards, rank_nodes, summed_parts
 from splitc.compiler.sharding.report import WeightSplit, sharded_share, sharded_weights
-from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
+from splitc.compiler.sharding.sharded_model import ShardedModel, held_shards, rank_nodes, shard_model, summed_parts
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for

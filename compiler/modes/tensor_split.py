@@ -14,10 +14,9 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import cut_segments
+from splitc.compiler.lowering.segments import cut_segments, engine_segments
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, rank_transfers, to_shards, with_steps, with_transfers
 from splitc.compiler.modes.detours import predict_detours, rank_seconds

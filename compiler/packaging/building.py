@@ -1,28 +1,79 @@
 """Builds a package's engines from its ONNX files: when it is compiled, or later on the machine where it will run.
 
-This needs TensorRT, but not ONNX Runtime.
+Each kind of engine has a module with a `BUILDER`, which fulfils `Builder`. This needs TensorRT, but not ONNX Runtime.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from splitc.compiler.packaging.build_messages import Job
-from splitc.compiler.packaging.builder import find_builder
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.packaging.build_messages import Job, Refusal
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
+from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
-from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.errors import MisuseError, PackageError, SplitcError
 from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import describe_files
-from splitc.runtime.package.manifest import Build, BuildOptions, Manifest, Rank
+from splitc.runtime.package.manifest import Build, BuildOptions, Built, Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest, write_manifest
 from splitc.runtime.package.verification import STAMP, verify_files
+
+
+class BuildError(SplitcError):
+    """An engine can't be built, or its builder does not support a node of the model."""
+
+    page = "engines"
+
+
+class Builder(Protocol):
+    """Builds engines of one or several kinds, named by `engine`."""
+
+    def check_here(self, engine: str) -> None:
+        """Raise MisuseError if this machine can't build such engines."""
+
+    def prepare(self, analysis: Analysis, programs: Sequence[RankProgram]) -> Iterable[RankProgram]:
+        """The ranks' programs with the input sizes that engines are built for. Their graphs are prepared, in place.
+
+        Raises ModelError if the size of an engine's input can't be known.
+        """
+
+    def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
+        """The engine's file for a stage's ONNX file. `group` are the ranks of collectives inside the engine, if any."""
+
+    def build(
+        self,
+        engine: str,
+        jobs: Sequence[Job],
+        options: BuildOptions,
+        timing_cache: Path,
+        at_once: int | None = None,
+    ) -> Built:
+        """Build engines, `at_once` of them side by side if memory allows; None for as many as there are cores.
+
+        Builders that measure kernels keep the timings in the file `timing_cache`.
+
+        Raises MisuseError if the engine's library is missing, BuildError if an engine can't be built.
+        """
+
+    def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
+        """The nodes in the jobs' ONNX files that are not supported. Builds nothing."""
+
+
+def find_builder(engine: str) -> Builder:
+    """The builder of a kind of engines."""
+    module = find_kind(engine).builder
+    assert module is not None, f"{engine} engines are not built"
+    builder: Builder = import_module(module).BUILDER
+    return builder
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from splitc.compiler.packaging.builder import find_builder
-from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
+from splitc.compiler.packaging.building import BuildSettings, check_settings, find_builder, finish_package
 from splitc.compiler.packaging.manifest_entries import make_manifest
 from splitc.compiler.packaging.onnx_files import PlacedWeights
 from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried

@@ -14,7 +14,7 @@ from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.build_messages import Job, Refusal
-from splitc.compiler.packaging.builder import find_builder
+from splitc.compiler.packaging.building import find_builder
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan

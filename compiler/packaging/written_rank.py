@@ -19,7 +19,7 @@ from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus, keep_on_gpu
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
-from splitc.compiler.packaging.builder import find_builder
+from splitc.compiler.packaging.building import find_builder
 from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights, written_entry
 from splitc.compiler.packaging.manifest_entries import rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitc.compiler.pipelines.facts import Dimension
-from splitc.compiler.pipelines.folder import FolderModule, ModelFolder
-from splitc.compiler.pipelines.folder_names import read_genai_section
-from splitc.compiler.pipelines.names import ALIASES
+from splitc.compiler.pipelines.folder import Dimension, FolderModule, ModelFolder
+from splitc.compiler.pipelines.names import ALIASES, read_genai_section
 from splitc.runtime.files.written import read_config
 
 Config = Mapping[str, Any]

@@ -10,8 +10,7 @@ from msgspec import Struct
 
 from splitc.compiler.modes.replanning import replan
 from splitc.compiler.pipelines.common_weights import find_common
-from splitc.compiler.pipelines.facts import read_facts
-from splitc.compiler.pipelines.folder import FolderModule, LeftOut, ModelFolder
+from splitc.compiler.pipelines.folder import FolderModule, LeftOut, ModelFolder, read_facts
 from splitc.compiler.pipelines.plan import ModulePlan, PipelinePlan, module_named, need_fit
 from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
 from splitc.runtime.errors import MisuseError

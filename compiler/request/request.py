@@ -12,8 +12,7 @@ from typing import Any
 
 from splitc.compiler.request.option import KEY, Option, as_given, request_field
 from splitc.compiler.request.places import ExpertsPlace, Place, parse_experts, parse_places
-from splitc.compiler.request.shapes import AskedShapes, Shape, checked_shapes, parse_shapes
-from splitc.compiler.request.states import AskedStates, parse_states
+from splitc.compiler.request.shapes import AskedShapes, AskedStates, Shape, checked_shapes, parse_shapes, parse_states
 from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind

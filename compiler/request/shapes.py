@@ -1,4 +1,4 @@
-"""Shapes as users give them. This module imports none of the compiler's libraries."""
+"""Shapes and states as users give them. This module imports none of the compiler's libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_shape, shortened, whole_number
+from splitc.runtime.units import format_shape, named_values, shortened, whole_number
 
 Shape = tuple[int, ...]
 # The largest size that is planned for: with one byte per element, no memory would hold more.
@@ -93,3 +93,20 @@ def parse_shapes(texts: Sequence[str], option: str = "--shapes") -> dict[str, Sh
             raise MisuseError(f"{option} gives '{name}' two shapes, the second as '{text}': leave out one of them")
         shapes[name] = tuple(int(number) for number in numbers if number)
     return shapes
+
+
+@dataclass(frozen=True)
+class AskedStates:
+    """Outputs by the inputs that they replace in the next run. With `alone` there are no other states.
+
+    `where` names the place where they are given, for messages.
+    """
+
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+    where: str = "--state"
+
+
+def parse_states(texts: Sequence[str]) -> dict[str, str]:
+    """Pairs of names from `past=present`. Raises MisuseError for any other text, and for a name that comes twice."""
+    return named_values("--state", texts, "INPUT=OUTPUT")

@@ -13,8 +13,8 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.missing_kernels import NARROW, WIDE
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
-from splitc.compiler.lowering.widened import NARROW, WIDE
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes

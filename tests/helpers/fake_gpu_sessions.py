@@ -31,6 +31,6 @@ def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
     """
     request = Request(split_mode=mode, spread=True, no_fuse=True, **options)
     place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
-    with patch("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False):
+    with patch("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False):
         compile_model(plan_model(model, [f"{ranks}xcpu"], request), place, verify=False)
     return place

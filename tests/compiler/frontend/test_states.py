@@ -13,7 +13,7 @@ from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
-from splitc.compiler.request.states import AskedStates, parse_states
+from splitc.compiler.request.shapes import AskedStates, parse_states
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.states import State
 from tests.helpers.blocks import FLOAT, INT, Block

@@ -155,7 +155,7 @@ def test_every_style_is_in_place_and_gives_what_the_model_gives(tmp_path: Path, 
 
 def test_several_rows_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment with an attention takes the caches' length, though an earlier one has computed what it says."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda *_: False)
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
     with Session(_compile(tmp_path, OPTIMUM, "tensor", "2xcpu", {})[0]) as session:
         assert len(session.manifest.ranks[0].engines) > 1

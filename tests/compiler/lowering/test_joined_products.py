@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.optional import add_optional
-from splitc.compiler.lowering.joined_products import join_products
+from splitc.compiler.lowering.weight_products import join_products
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime import Session

@@ -161,7 +161,7 @@ def _add_weights(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) 
 
 def test_blocks_between_segments_too(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that can't have collectives inside."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda *_: False)
     test_blocks_of_each_form_are_compared("tensor", decoder, tmp_path)
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
-from splitc.compiler.packaging.build_graphs import prepare_graph
-from splitc.compiler.packaging.engine_sizes import engine_sizes
+from splitc.compiler.packaging.build_graphs import engine_sizes, prepare_graph
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from tests.conftest import Array, decoder_feeds, whole_session

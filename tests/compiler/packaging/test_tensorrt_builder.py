@@ -19,10 +19,9 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.packaging.build_messages import Job
-from splitc.compiler.packaging.build_processes import Processes, divide_jobs
-from splitc.compiler.packaging.builder import BuildError
-from splitc.compiler.packaging.building import BuildSettings, build_package
+from splitc.compiler.packaging.building import BuildError, BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
+from splitc.compiler.packaging.tensorrt_builder import Processes, divide_jobs
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kind import EngineKind
 from splitc.runtime.engines.kinds import choose_engine
@@ -107,7 +106,7 @@ def test_what_is_written_later_is_built_where_it_runs(
     short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without collectives inside: there are sums between engines, all of which are built."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda *_: False)
     package = tmp_path / "package"
     manifest = compile_here(short_decoder, package, "tensor", LATER)
     for rank in manifest.ranks:
@@ -218,7 +217,7 @@ def test_engines_are_built_at_once_and_end_together(
 
 def test_as_many_engines_at_once_as_there_is_memory_for(short_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(at_once: int, free: int, gpus: int | None = None) -> list[list[int]]:
-        monkeypatch.setattr("splitc.compiler.packaging.build_processes.host_memory", lambda: (free, free))
+        monkeypatch.setattr("splitc.compiler.packaging.tensorrt_builder.host_memory", lambda: (free, free))
         return [[job.gpu for job in part] for part in divide_jobs(jobs, at_once, gpus)]
 
     jobs = [Job(str(short_decoder), None, {}, "", gpu) for gpu in (0, 1, 0, 1)]

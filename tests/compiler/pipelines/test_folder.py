@@ -12,8 +12,7 @@ from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.config_sizes import find_sizes
-from splitc.compiler.pipelines.facts import Dimension, ModelFacts
-from splitc.compiler.pipelines.folder import FolderModule, ModelFolder, read_folder
+from splitc.compiler.pipelines.folder import Dimension, FolderModule, ModelFacts, ModelFolder, read_folder
 from splitc.runtime.errors import MisuseError
 from tests.helpers.folders import diffusers_folder, image_decoder, text_encoder, write_decoders, write_json
 

@@ -146,7 +146,7 @@ def test_weights_of_every_form_are_sliced(form: str, tmp_path: Path) -> None:
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that can't send and receive."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda *_: False)
 
 
 def operators(plan: Plan, rank: int) -> list[ir.Node]:

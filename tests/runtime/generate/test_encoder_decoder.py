@@ -231,7 +231,7 @@ def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> N
 @pytest.mark.usefixtures("gpus")
 def test_gpus_hold_caches_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake GPUs, whose caches are not in place; a second text has states of the same sizes."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False)
     names = ("encoder_model", "decoder_model", "decoder_with_past_model")
     modes = Request(split_mode=",".join(f"{name}=tensor" for name in names), no_fuse=True)
     package = tmp_path / "package"

@@ -37,7 +37,7 @@ def test_feed_forward_parts_on_another_device(
     decoder: Path, tmp_path: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transfers are between engines, which fake GPUs support. These don't know sizes that come from another engine."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False)
     placed = make_package(decoder, tmp_path / "package", devices, no_fuse=True).ranks[-1]
     assert [type(step) for step in placed.program] == [Receive, Run, Send] * LAYERS
     with Session(tmp_path / "package", verify="never") as session:
@@ -65,7 +65,7 @@ def test_beside_shards_and_in_groups(
     decoder: Path, tmp_path: Path, mode: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only GPUs sum, and each group of batch mode has a device for placed weights."""
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False)
     memory = [f"{device}=4GiB" for device in devices]
     place = devices[1] if mode == "batch" else devices[-1]
     plan = plan_model(decoder, devices, Request(mode, place=[Place("mlp", place)], memory=memory))

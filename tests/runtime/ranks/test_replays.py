@@ -495,7 +495,7 @@ def test_tokens_whose_attention_is_written_out_are_replayed(
     model, tolerance = tmp_path / "model.onnx", 1e-5 if style.dtype == onnx.TensorProto.FLOAT else 1e-2
     onnx.save(write(style), model)
     plan = plan_model(model, devices, Request(split_mode="layer", spread=True, memory=("1GiB",)))
-    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False)
     compile_model(plan, tmp_path / "package", verify=False)
     replays, request = watch(monkeypatch), feeds(style, 2, 3, 0)
     with Session(tmp_path / "package") as session, session.start(capacity=16) as sequence:
