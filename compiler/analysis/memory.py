@@ -89,10 +89,10 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
 @remembered
 def _whole_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
     """The memory of a whole stage; cached, since the search over cuts and the plan both need it."""
-    return _memory(costs, states, stage, None)
+    return _memory(costs, states, stage, Held(costs.held(stage.nodes), costs.value_bytes, costs.shapes_of))
 
 
-def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None) -> StageMemory:
+def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held) -> StageMemory:
     """See `stage_memory`.
 
     Inputs are held for the whole run, as in ONNX Runtime with an IO binding. Nodes' outputs are allocated in its arena,
@@ -101,33 +101,30 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
-    size = costs.value_bytes if held is None else held.size
-    weights = costs.held(stage.nodes) if held is None else held.weights
+    weights, size, shapes = held.weights, held.size, held.shapes
     running = [node for node in stage.nodes if node not in costs.graph.folded]
-    rounds = () if held is None else held.rounds
-    made = {value for node in running for value in node.outputs} | {value for one in rounds for value in one.takes}
+    made = {value for node in running for value in node.outputs}
+    made.update(value for one in held.rounds for value in one.takes)
     reads = costs.graph.reads.__getitem__
 
     def scratch(node: ir.Node) -> tuple[int, ...]:
         whole, result = costs.scratch(node), costs.value_bytes(node.outputs[0])
-        if held is None or not result:
+        if not result:
             return whole
         # The rank's node has other numbers of heads than the model's.
         attends, own = operator_of(node).is_attention, size(node.outputs[0])
-        return tuple([b * own // result for b in whole]) if attends else costs.scratch_of(node, *held.shapes(node))
+        return tuple([b * own // result for b in whole]) if attends else costs.scratch_of(node, *shapes(node))
 
     def computed(value: ir.Value) -> int:
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    shapes = costs.shapes_of if held is None else held.shapes
-    summed = {} if held is None else held.summed
     kept, alike = frozenset(stage.gives), costs.graph.are_alike
-    graph = EngineGraph(running, reads, computed, kept, alike, summed, rounds, size, shapes)
+    graph = EngineGraph(running, reads, computed, kept, alike, held.summed, held.rounds, size, shapes)
     arena = arena_bytes(graph, scratch, costs.maps_weights)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
-    cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
+    cast = _cast_tables(costs, running, held)
     single = 2 * sum(weights[value] for value in cast)  # folded, and in no file: held from the beginning of a load on
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),

@@ -220,29 +220,32 @@ class BlockWalk:
 
     def _go_on(self, node: ir.Node, read: list[ir.Value]) -> None:
         """Let a node whose inputs are all blocked read and write the blocked layout, if it has a kernel for it."""
-        name, images = node.op_type, [self._images[value] for value in read]
-        shape = self._shapes(node)[1][0]
-        origins = images[0].origins
+        name, shape, origins = node.op_type, self._shapes(node)[1][0], self._images[read[0]].origins
+        in_whole_blocks = all(self._images[value].channels % CHANNELS == 0 for value in read)
+        is_all = len(read) == len(node.inputs)
         if len(shape) != RANK:
             return
         if name in GOING_ON or node in self._fused.silus:
             self._activate(node, read[0])
-        elif name in ("Add", "Sum", "Mul") and len(read) == len(node.inputs):
+        elif name in ("Add", "Sum", "Mul") and is_all:
             self._combine(node, read)
-        elif name == "Concat" and node.attributes.get_int("axis", 0) % RANK == 1 and len(read) == len(node.inputs):
-            if all(image.channels % CHANNELS == 0 for image in images):
-                self._take(node, *read)
-                self._make(node, shape, origins)
+        elif name == "Concat" and node.attributes.get_int("axis", 0) % RANK == 1 and is_all and in_whole_blocks:
+            self._take(node, *read)
+            self._make(node, shape, origins)
         elif name == "Transpose" and tuple(node.attributes.get_ints("perm", ())) == CHANNELS_LAST:
             self._take(node, *read)
         elif name == "BatchNormalization" and len(node.outputs) == 1:
-            self._new.append(node)
-            self._take(node, *read)
-            self._make(node, shape, origins)
-        elif is_enlarged_in_blocks(node) or (name in GLOBAL_POOLS and images[0].channels % CHANNELS == 0):
-            self._new.append(node)
-            self._take(node, *read)
-            self._make(node, shape, new_origins(node))
+            self._replace(node, read, shape, origins)
+        elif is_enlarged_in_blocks(node) or (name in GLOBAL_POOLS and in_whole_blocks):
+            self._replace(node, read, shape, new_origins(node))
+
+    def _replace(
+        self, node: ir.Node, read: Sequence[ir.Value], shape: Sequence[int], origins: tuple[Origin, ...]
+    ) -> None:
+        """Let a new node, which ONNX Runtime makes for this one, read and write the blocked layout."""
+        self._new.append(node)
+        self._take(node, *read)
+        self._make(node, shape, origins)
 
     def _activate(self, node: ir.Node, read: ir.Value) -> None:
         image = self._images[read]

@@ -55,41 +55,42 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
     Inputs and constants lie where they are read. So do values that are computed from constants: they are folded.
     `around` are the sizes on the CPU of a graph that this one is a branch of.
     """
-    on_cpu: set[ir.Value] = set(around)
-    sizes: set[ir.Value] = set(around)
-    folded: set[ir.Value] = set()
-    to_gpu: list[Read] = []
-    to_cpu: list[Read] = []
-    fed: list[Read] = []
-    missing: list[ir.Node] = []
-    counting: list[ir.Node] = []
+    sizes, on_cpu, folded = set(around), set(around), set[ir.Value]()
+    on_gpu = dict[ir.Node, None]()
+    left = dict[ir.Node, bool]()  # the nodes on the CPU, and whether they have a kernel for GPUs
     for node in graph:
-        reads = [
-            Read(node, number, value)
-            for number, value in enumerate(node.inputs)
-            if value is not None and value.producer() is not None and value not in folded
-        ]
         if _is_folded(node, sizes, folded):
             folded.update(node.outputs)
         elif operator_of(node).reads_shape:
             on_cpu.update(node.outputs)
             sizes.update(node.outputs)
-        elif not (has_kernel := runs_on_gpu(node)) or _is_left(node, on_cpu, folded):
-            on_cpu.update(node.outputs)
-            to_cpu += [read for read in reads if read.value not in on_cpu]
-            inputs = [(number, value) for number, value in enumerate(node.inputs) if value is not None and has_kernel]
-            fed += [Read(node, number, value) for number, value in inputs if value.is_graph_input()]
-            is_size = all(v in sizes or v in folded or _is_small(v) for v in node.inputs if v is not None)
-            if is_size:
-                sizes.update(node.outputs)
-            if not has_kernel and (not is_size or any(map(_is_fed, node.inputs))):
-                missing.append(node)
+        elif (has_kernel := runs_on_gpu(node)) and not _is_left(node, on_cpu, folded):
+            on_gpu[node] = None
         else:
-            counting += [node] if node.op_type in COUNTING and not node.domain else []
-            on_host = host_inputs(node)
-            to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
-            to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
-    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed), tuple(missing), tuple(counting))
+            left[node] = has_kernel
+            on_cpu.update(node.outputs)
+            if all(value in sizes or value in folded or _is_small(value) for value in filter(None, node.inputs)):
+                sizes.update(node.outputs)
+
+    running = [node for node in graph if node in left or node in on_gpu]
+    reads = [
+        Read(node, number, value) for node in running for number, value in enumerate(node.inputs) if value is not None
+    ]
+    computed = [read for read in reads if read.value.producer() is not None and read.value not in folded]
+
+    def on_host(read: Read) -> bool:
+        return read.node in left or read.number in host_inputs(read.node)
+
+    fed = [read for read in reads if read.value.is_graph_input() and read.node in left]
+    sized = {node for node in left if node.outputs[0] in sizes} - {read.node for read in fed}
+    return Placement(
+        sizes=frozenset(sizes),
+        to_gpu=tuple(read for read in computed if read.value in on_cpu and not on_host(read)),
+        to_cpu=tuple(read for read in computed if read.value not in on_cpu and on_host(read)),
+        fed=tuple(read for read in fed if left[read.node]),
+        missing=tuple(node for node, has_kernel in left.items() if not has_kernel and node not in sized),
+        counting=tuple(node for node in on_gpu if node.op_type in COUNTING and not node.domain),
+    )
 
 
 def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
@@ -140,10 +141,6 @@ def _decides_by_data(node: ir.Node, placement: Placement) -> bool:
 
 def _title(node: ir.Node) -> str:
     return f"{node.op_type} '{node.outputs[0].name}'"
-
-
-def _is_fed(value: ir.Value | None) -> bool:
-    return value is not None and value.is_graph_input()
 
 
 def runs_on_gpu(node: ir.Node) -> bool:

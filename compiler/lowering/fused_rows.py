@@ -205,21 +205,10 @@ def _steps(nodes: Sequence[ir.Node]) -> _Group:
     for node in nodes:
         name = _step_name(node)
         assert name is not None
-        data = _data(node)
-        reads = []
         least, most, _ = STEPS[name]
         if not least <= len(node.inputs) <= most:
             raise _NoStepError(node)
-        for place, value in enumerate(node.inputs):
-            if value is None:
-                raise _NoStepError(node)
-            if (place == 0 and name not in POINTWISE) or value in data:
-                original = _behind_views(value)[-1]
-                reads.append(known[original] if original in known else _whole(group, node, value))
-            elif name == ROTARY:
-                reads.append(group.read(value, *(("positions", 1) if place == 1 else ("table", group.columns // 2))))
-            else:
-                reads.append(group.read(value, *_span(group, node, value)))
+        reads = [_read(group, node, place, known) for place in range(len(node.inputs))]
         known[node.outputs[0]] = -1 - len(group.steps)
         group.steps.append(FusedStep(name, reads, _numbers(node, name)))
     if all(given.span != "all" for _, given in group.inputs):
@@ -231,6 +220,22 @@ def _steps(nodes: Sequence[ir.Node]) -> _Group:
         for step in group.steps
     ]
     return group
+
+
+def _read(group: _Group, node: ir.Node, place: int, known: Mapping[ir.Value, int]) -> int:
+    """The number of what a step reads at this place: a step of those `known`, or an input, which the group gets.
+
+    Raises _NoStepError if the node has no such input, or it does not fit.
+    """
+    name, value = _step_name(node), node.inputs[place]
+    if value is None:
+        raise _NoStepError(node)
+    if (place == 0 and name not in POINTWISE) or value in _data(node):
+        original = _behind_views(value)[-1]
+        return known[original] if original in known else _whole(group, node, value)
+    if name == ROTARY:
+        return group.read(value, *(("positions", 1) if place == 1 else ("table", group.columns // 2)))
+    return group.read(value, *_span(group, node, value))
 
 
 def _put_first(group: _Group) -> None:

@@ -52,31 +52,34 @@ def cut_segments(
     repeated in each segment that needs them, since engines fold them. Shape arithmetic on the sizes of the graph's
     inputs is repeated too: on the CPU that is cheaper than to pass the results between engines.
     """
-    reads = {node: tuple(node_reads(node)) for node in graph}
-    joints = frozenset(joined)
-    for node in joined:
-        if kind_of(node) == SEND:  # as a step of the program it has no result
-            node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
-    if ordered:
-        for before, after in pairwise(joined):
-            reads[after] += (before.outputs[0],)
-    flow = Flow(reads, joints, frozenset(graph.outputs))
+    flow = _flow(graph, joined, ordered)
     repeated = _repeated_nodes(flow)
-    position = {node: number for number, node in enumerate(graph)}
+    position = {node: number for number, node in enumerate(flow.reads)}
     given = {value for value in graph.outputs if value.name in outputs}
     needed = ancestors([*flow.joints, *producers(given)], flow.reads.__getitem__)
     members = _members(flow, repeated, needed)
     # The last segment that reads each value.
-    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in reads[node]}
+    last = {value: level for level, nodes in enumerate(members) for node in nodes for value in flow.reads[node]}
     segments = []
     for level, nodes in enumerate(members):
-        own = [node for node in nodes if node not in joints]
-        following = [node for node in nodes if node in joints]
-        read = {value for node in following for value in node.inputs}
-        gives = [v for n in own for v in n.outputs if last.get(v, 0) > level or v in read or v in given]
-        if own or following:
+        own = [node for node in nodes if node not in flow.joints]
+        following = [node for node in nodes if node in flow.joints]
+        leaving = given.union(value for node in following for value in node.inputs if value is not None)
+        gives = [v for node in own for v in node.outputs if v in leaving or last.get(v, 0) > level]
+        if nodes:
             segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(following)))
     return segments
+
+
+def _flow(graph: ir.Graph, joined: Sequence[ir.Node], ordered: bool) -> Flow:
+    """The graph's nodes and joints; see `cut_segments`. What reads the result of a send reads its input, in place."""
+    reads = {node: tuple(node_reads(node)) for node in graph}
+    for node in joined:
+        if kind_of(node) == SEND:  # as a step of the program it has no result
+            node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
+    for before, after in pairwise(joined if ordered else ()):
+        reads[after] += (before.outputs[0],)
+    return Flow(reads, frozenset(joined), frozenset(graph.outputs))
 
 
 def group_joints(flow: Flow) -> list[list[ir.Node]]:

@@ -16,21 +16,7 @@ from splitc.runtime.units import block_range, first_few, format_bytes
 
 def print_pipeline(plan: PipelinePlan) -> None:
     """Print what each module holds on each device, the sums against the budgets, and the files that are left out."""
-    rows = table("module", "device", "blocks", *RANK_SIZES, "of budget", "", right=RANK_SIZES)
-    for module in plan.modules:
-        for number, rank in enumerate(module.plan.ranks):
-            memory = rank.memory
-            one = module.plan
-            title = "" if number else module_title(module.name, one.split_mode, len(one.ranks), one.groups)
-            sizes = (memory.weights, memory.activations, memory.cache)
-            blocks = block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks])
-            _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))
-        rows.add_section()
-    for number, device in enumerate(plan.devices):
-        title = "" if number else "all together"
-        sizes = (device.weights, device.activations, device.cache)
-        _add(rows, [title, device.device, ""], sizes, device.total, device.budget)
-    out.print(rows)
+    out.print(_memory_table(plan))
     print_beside([(device.engines, device.adapters, device.mapped) for device in plan.devices])
     for device in plan.devices:
         if device.common:
@@ -54,6 +40,26 @@ def print_pipeline(plan: PipelinePlan) -> None:
             warned.setdefault(warning, []).append(module.name)
     for warning, names in warned.items():
         print_warning(f"{', '.join(names)}: {warning}")
+
+
+def _memory_table(plan: PipelinePlan) -> Table:
+    """A section per module, with a row for each rank, and one with the sum for each device."""
+    rows = table("module", "device", "blocks", *RANK_SIZES, "of budget", "", right=RANK_SIZES)
+    for name, one in ((module.name, module.plan) for module in plan.modules):
+        title = module_title(name, one.split_mode, len(one.ranks), one.groups)
+        for rank in one.ranks:
+            memory, device = rank.memory, str(rank.device)
+            sizes = (memory.weights, memory.activations, memory.cache)
+            blocks = block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks])
+            _add(rows, [title, device, blocks], sizes, memory.total, plan.budgets.get(device))
+            title = ""
+        rows.add_section()
+    title = "all together"
+    for held in plan.devices:
+        sizes = (held.weights, held.activations, held.cache)
+        _add(rows, [title, held.device, ""], sizes, held.total, held.budget)
+        title = ""
+    return rows
 
 
 def _add(rows: Table, words: list[str], sizes: tuple[int, int, int], total: int, budget: Budget) -> None:
