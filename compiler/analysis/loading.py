@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.execution.convolutions import find_parts, resolve
-from splitc.compiler.execution.engine_graph import NodeShapes
+from splitc.compiler.execution.exchange import NodeShapes
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.execution.quantized import REPACKED, repacked_weights
 from splitc.compiler.frontend.reads import holds_graphs

@@ -10,8 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.loading import Loading, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
-from splitc.compiler.execution.exchange import Round
+from splitc.compiler.execution.exchange import EngineGraph, NodeShapes, Round
 from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.frontend.room import is_fused_cache
 from splitc.compiler.frontend.slots import is_slot_input

@@ -44,10 +44,8 @@ class RangeMemory:
         ]
         self._weights = _Held(weights)
         self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
-        self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
-        self._fed = _Held(
-            {value: size(value) for value in own if value.is_graph_input() and value.name not in names} for own in ends
-        )
+        # What is fed, and what is kept from one request to the next.
+        self._ends = _Held({v: size(v) for v in own if v.is_graph_input() or v.name in names} for own in ends)
         self._given = [sum(size(value) for value in given & outputs if value.name not in names) for given in made]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
@@ -117,7 +115,7 @@ class RangeMemory:
                 given[maker - start] += size(value)
         before = accumulate(given, initial=0)
         peak = max(own + made for own, made in zip([*self._peaks[start:end], 0], before, strict=True))
-        held = sum(map(size, received)) + self._fed.of(start, end) + self._cache.of(start, end)
+        held = sum(map(size, received)) + self._ends.of(start, end)
         return self.weights(start, end) - self._in_files.of(start, end) + held + peak
 
 

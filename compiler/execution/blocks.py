@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import ACTIVATIONS, resolve
-from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
+from splitc.compiler.execution.exchange import EngineGraph, NodeShapes
 from splitc.compiler.execution.fused import Fused
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
 from splitc.compiler.execution.liveness import Reads

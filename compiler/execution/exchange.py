@@ -10,16 +10,57 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from itertools import chain
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Alike, Reads, Size
+from splitc.compiler.operators.operator import Shapes
 
 DOMAIN = "splitc"
 # A token has one byte.
 TOKEN = 1
+# The shapes of a node's inputs and outputs.
+NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The products of a round, with each rank's share of their columns, as the rank of this `number` runs it.
+
+    The main rank, number 0, sends inputs to each other rank. Others receive only those they need.
+    """
+
+    products: Mapping[ir.Node, Mapping[int, float]]
+    sent: Sequence[Sequence[ir.Value]] = ()
+    takes: Sequence[ir.Value] = ()
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class EngineGraph:
+    """An engine's nodes in the file's order, the values that each reads, and the bytes of the values they make.
+
+    - `kept`: values that leave the engine.
+    - `summed`: values that are all-reduced; this rank makes its part of each.
+    - `rounds`: those of a rank in row mode.
+    - `exchanged`: the bytes of a value on its way between ranks, where engines hold half precision as single.
+    - `shapes`: given if images may be in the blocked layout.
+    - `same`: values that are replaced by others.
+    """
+
+    nodes: Sequence[ir.Node]
+    reads: Reads
+    size: Size
+    kept: AbstractSet[ir.Value]
+    alike: Alike = lambda one, other: False
+    summed: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
+    rounds: Sequence[Round] = ()
+    exchanged: Size | None = None
+    shapes: NodeShapes | None = None
+    same: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,20 +79,24 @@ class Exchange:
     aliases: Mapping[ir.Value, ir.Value]
 
 
-def with_sums(
-    nodes: Sequence[ir.Node], reads: Reads, size: Size, summed: Mapping[ir.Value, ir.Value], alike: Alike
-) -> Exchange:
+def with_exchange(graph: EngineGraph) -> Exchange:
+    """The graph with the rank's communication nodes."""
+    return _with_rounds(graph) if graph.rounds else _with_sums(graph)
+
+
+def _with_sums(graph: EngineGraph) -> Exchange:
     """The graph of a rank that all-reduces the `summed` values.
 
     The rank's part is the value that its own node makes. Where that node would only pass on its input, the part is the
     input. A sum overwrites a part that was made for it, if the file says how large it is.
     """
+    summed = graph.summed
     if not summed:
-        return Exchange(nodes, reads, {}, {}, {})
+        return Exchange(graph.nodes, graph.reads, {}, {}, {})
     ordered, own = list[ir.Node](), dict[ir.Node, list[ir.Value]]()
     came, bytes_, aliases = dict[ir.Value, ir.Value](), dict[ir.Value, int](), dict[ir.Value, ir.Value]()
     token: list[ir.Value] = []
-    for node in nodes:
+    for node in graph.nodes:
         sums = [value for value in node.outputs if value in summed]
         if all(summed[value] is value for value in sums):
             ordered.append(node)
@@ -62,52 +107,32 @@ def with_sums(
             ordered.append(reduction)
             own[reduction] = [came.get(part, part), *token]
             token = [reduction.outputs[1]]
-            came[value], bytes_[whole], bytes_[token[0]] = whole, size(value), TOKEN
-            if part is value and alike(value, value):
+            came[value], bytes_[whole], bytes_[token[0]] = whole, graph.size(value), TOKEN
+            if part is value and graph.alike(value, value):
                 aliases[whole] = value
 
     def read(node: ir.Node) -> list[ir.Value]:
-        return own[node] if node in own else [came.get(value, value) for value in reads(node)]
+        return own[node] if node in own else [came.get(value, value) for value in graph.reads(node)]
 
     return Exchange(ordered, read, came, bytes_, aliases)
 
 
-@dataclass(frozen=True)
-class Round:
-    """The products of a round, with each rank's share of their columns, as the rank of this `number` runs it.
-
-    The main rank, number 0, sends inputs to each other rank. Others receive only those they need.
-    """
-
-    products: Mapping[ir.Node, Mapping[int, float]]
-    sent: Sequence[Sequence[ir.Value]] = ()
-    takes: Sequence[ir.Value] = ()
-    number: int = 0
-
-
-def with_rounds(
-    nodes: Sequence[ir.Node], reads: Reads, size: Size, rounds: Sequence[Round], exchanged: Size
-) -> Exchange:
-    """The graph of a rank that sends and receives in these rounds.
-
-    `size` is a value's bytes in an engine, and `exchanged` those on its way. They differ on CPUs, where engines compute
-    half precision in single.
-    """
-    builder = _Builder(reads, size, exchanged)
-    for one in rounds:
+def _with_rounds(graph: EngineGraph) -> Exchange:
+    """The graph of a rank that sends and receives in its rounds."""
+    builder = _Builder(graph)
+    for one in graph.rounds:
         (builder.help if one.number else builder.lead)(one)
-    products = {node for one in rounds for node in one.products}
-    others = [builder.joins.get(node, node) for node in nodes if node in builder.joins or node not in products]
-    return Exchange(
-        _sorted(others + builder.added, builder.read), builder.read, builder.came, builder.bytes, builder.aliases
-    )
+    joins, products = builder.joins, {node for one in graph.rounds for node in one.products}
+    others = [joins.get(node, node) for node in graph.nodes if node in joins or node not in products]
+    nodes = _sorted(others + builder.added, builder.read)
+    return Exchange(nodes, builder.read, builder.came, builder.bytes, builder.aliases)
 
 
 class _Builder:
     """Adds rounds to a graph. `own` are the inputs of added nodes and products; other nodes read as in the file."""
 
-    def __init__(self, reads: Reads, size: Size, exchanged: Size) -> None:
-        self._reads, self._size, self._exchanged = reads, size, exchanged
+    def __init__(self, graph: EngineGraph) -> None:
+        self._reads, self._size, self._exchanged = graph.reads, graph.size, graph.exchanged or graph.size
         self._own: dict[ir.Node, list[ir.Value]] = {}
         self._token: list[ir.Value] = []
         self.added: list[ir.Node] = []

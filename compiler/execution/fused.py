@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import find_parts, resolve
-from splitc.compiler.execution.engine_graph import EngineGraph
-from splitc.compiler.execution.exchange import Exchange, with_rounds, with_sums
+from splitc.compiler.execution.exchange import EngineGraph, Exchange, with_exchange
 from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
 from splitc.compiler.execution.patterns import (
@@ -60,7 +59,7 @@ class Fused:
 
 def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     """The nodes that ONNX Runtime makes of a graph's. It computes in integers only `on_host`."""
-    kept, alike, exchange = graph.kept, graph.alike, _exchange(graph)
+    kept, alike, exchange = graph.kept, graph.alike, with_exchange(graph)
     inlined = inline(exchange.nodes, exchange.reads, graph.size)
     merged, same = _merged(inlined.nodes)
     nodes = without_own_sizes(Nodes(merged, _replaced(_shapes_before(inlined.reads), same), kept))
@@ -79,13 +78,6 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     nodes = Nodes(depth_first(nodes.order, nodes.reads, position), nodes.reads, kept)
     same, own = {**graph.same, **same, **turned, **parts, **exchange.came}, {**exchange.bytes, **inlined.bytes}
     return Fused(nodes, position, same, gelus, silus, biased, scaled, exchange, own, integers)
-
-
-def _exchange(graph: EngineGraph) -> Exchange:
-    """The graph with the rank's communication nodes."""
-    if graph.rounds:
-        return with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds, graph.exchanged or graph.size)
-    return with_sums(graph.nodes, graph.reads, graph.size, graph.summed, graph.alike)
 
 
 def _without(nodes: Nodes, same: Mapping[ir.Value, ir.Value]) -> Nodes:

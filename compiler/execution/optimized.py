@@ -11,8 +11,8 @@ import onnx_ir as ir
 from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
 from splitc.compiler.execution.blocks import Blocks, BlockWalk, may_have_blocks
 from splitc.compiler.execution.convolutions import resolve
-from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
 from splitc.compiler.execution.order import depth_first

@@ -12,7 +12,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import resolve
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.liveness import Nodes, Size
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.fusion.operand import constant

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.execution.arena import Arena, Place
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.optimized import Optimized, optimize
 from splitc.compiler.execution.removed import without_noops
 from splitc.compiler.operators.registry import operator_of

@@ -26,7 +26,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.origins import described, noted_sizes, planned_shape, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
-from splitc.compiler.lowering.fused_functions import DOMAIN, PROGRAM
+from splitc.compiler.lowering.gpu_functions import DOMAIN, PROGRAM
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP

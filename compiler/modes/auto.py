@@ -9,12 +9,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import Analysis, with_blocks
 from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.gpu_fusions import fused_away
 from splitc.compiler.lowering.segments import has_operators
-from splitc.compiler.modes.asked import analyze_for
+from splitc.compiler.modes.asked import analyze_for, check_divisible
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.replicas import plan_in_groups, predict_in_groups
 from splitc.compiler.modes.table import BATCH, MODES, find_mode

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.modes.asked import analyze_for
+from splitc.compiler.modes.asked import analyze_for, check_divisible
 from splitc.compiler.modes.auto import plan_auto, predict_asked
 from splitc.compiler.modes.replicas import check_groups, plan_in_groups
 from splitc.compiler.modes.rows import NoRowsError

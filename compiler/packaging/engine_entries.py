@@ -13,8 +13,8 @@ from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
 from splitc.compiler.lowering.few_rows import FEW_ROWS, inside_copied
-from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
-from splitc.compiler.lowering.fused_functions import kernel_of
+from splitc.compiler.lowering.gpu_functions import DOMAIN as FUSED
+from splitc.compiler.lowering.gpu_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.unaligned_bias import adds_unaligned_bias

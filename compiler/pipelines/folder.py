@@ -149,13 +149,11 @@ def read_folder(
     named, unused = _name_models(path, models)
     spare = _find_spare(named)
     if wanted:
-        chosen = list(
-            dict.fromkeys(module for name in wanted for module in need_modules(name, list(named), "--module"))
-        )
-        unused |= {named[name].path: "--module does not name it" for name in named if name not in chosen}
+        chosen = dict.fromkeys(module for name in wanted for module in need_modules(name, list(named), "--module"))
+        spare = {name: "--module does not name it" for name in named if name not in chosen}
     else:
-        chosen = [name for name in named if name not in spare]
-        unused |= {named[name].path: why for name, why in spare.items()}
+        chosen = dict.fromkeys(name for name in named if name not in spare)
+    unused |= {named[name].path: why for name, why in spare.items()}
     modules = [use for name in chosen for use in _uses(name, named[name], bound)]
     _check_names([(module.name, module.facts.path) for module in modules])
     data = {file for facts in models.values() for file in facts.data_files}

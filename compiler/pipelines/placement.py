@@ -12,8 +12,7 @@ from splitc.compiler.modes.table import AUTO
 from splitc.compiler.pipelines.common_weights import find_common
 from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.folder import read_folder
-from splitc.compiler.pipelines.ledger import DeviceSum, left_for, sum_devices
-from splitc.compiler.pipelines.plan import ModulePlan, PipelinePlan, module_named
+from splitc.compiler.pipelines.plan import DeviceSum, ModulePlan, PipelinePlan, left_for, module_named, sum_devices
 from splitc.compiler.pipelines.requests import ModuleRequest, PipelineRequest, divide_request
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget, find_budgets

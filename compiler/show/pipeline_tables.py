@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from splitc.compiler.pipelines.ledger import can_swap
-from splitc.compiler.pipelines.plan import PipelinePlan
+from splitc.compiler.pipelines.plan import PipelinePlan, can_swap
 from splitc.compiler.planning.resources import Budget
 from splitc.compiler.show.fused_section import by_kind, fused_in_words
 from splitc.compiler.show.plan_tables import budget_cells, print_beside

@@ -50,18 +50,20 @@ def holds_by_rows(
     except Exception:  # if ONNX Runtime or numpy raises anything, the node was not tried
         return False
     named = [number for number, value in enumerate(node.outputs) if value.name]
-    for number, expected, *pieces in zip(named, whole, *parts, strict=True):
-        if not is_tried(node.outputs[number], operation.outputs[number]):
-            continue
-        if (place := given[number]) is None:
-            if any(not np.array_equal(piece, expected) for piece in pieces):
-                return False
-            continue
-        joined = np.concatenate(pieces, place)
-        (difference,) = compare({"": expected}, {"": joined}, number_type=str(expected.dtype))
-        if joined.shape != expected.shape or not difference.passed:
-            return False
-    return True
+    return all(
+        _agree(expected, pieces, given[number])
+        for number, expected, *pieces in zip(named, whole, *parts, strict=True)
+        if is_tried(node.outputs[number], operation.outputs[number])
+    )
+
+
+def _agree(expected: Array, pieces: Sequence[Array], place: int | None) -> bool:
+    """Whether pieces along axis `place` are the expected result; without such an axis, whether each of them is."""
+    if place is None:
+        return all(np.array_equal(piece, expected) for piece in pieces)
+    joined = np.concatenate(pieces, place)
+    (difference,) = compare({"": expected}, {"": joined}, number_type=str(expected.dtype))
+    return joined.shape == expected.shape and difference.passed
 
 
 def _place(axes: Axes, rows: Factor) -> int | None:

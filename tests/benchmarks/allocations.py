@@ -24,7 +24,7 @@ import onnxruntime as ort
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis import memory
 from splitc.compiler.execution.arena import Arena
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.run import Scratch, arena_bytes, find_steps, replay
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan

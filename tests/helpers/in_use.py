@@ -10,7 +10,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION
-from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
+from splitc.compiler.execution.exchange import EngineGraph, NodeShapes
 from splitc.compiler.execution.optimized import optimize
 from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.graphs import read_graph

@@ -11,7 +11,7 @@ import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.optimized import optimize
 from splitc.compiler.operators.operator import Shapes
 from tests.helpers.graphs import read_graph

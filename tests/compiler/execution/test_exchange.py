@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from models.writer import Writer
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.fused import fuse
 from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.profiles import named, reads

@@ -11,7 +11,7 @@ import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.in_use import BYTES, assert_bytes_are_those_in_use
 from tests.helpers.profiles import reads

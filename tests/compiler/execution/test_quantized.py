@@ -10,7 +10,7 @@ import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.fused import fuse
 from splitc.compiler.execution.quantized import repacked_weights
 from splitc.compiler.operators.scratch import between_integers

@@ -12,8 +12,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION, UNIT
-from splitc.compiler.execution.engine_graph import EngineGraph
-from splitc.compiler.execution.exchange import Round
+from splitc.compiler.execution.exchange import EngineGraph, Round
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.execution.order import execution_order
 from splitc.compiler.execution.patterns import biased_products

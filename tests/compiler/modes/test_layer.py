@@ -18,7 +18,7 @@ from splitc.compiler.analysis import memory
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import ModelError
-from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.request.shapes import AskedShapes
