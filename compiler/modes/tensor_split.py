@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.segments import cut_segments, engine_segments
+from splitc.compiler.lowering.segments import Segment, cut_segments, engine_segments
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, rank_transfers, to_shards, with_steps, with_transfers
 from splitc.compiler.modes.detours import predict_detours, rank_seconds
@@ -130,40 +130,39 @@ class TensorSplit:
         return len(cut) * HOST.part + clock.copying(clock.ranks[0], size)
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        rank, sharded = ranks[number], self.sharded
-        if self._apart:
-            return self._program_with_placed(rank, number, len(ranks))
+        rank, stage = ranks[number], ranks[number].stage
         outputs = self._given(rank)
         keeps = kept_states(self.analysis.states, rank, outputs)
-        graph = rank_graph(sharded, rank.stage, rank.part)
-        wanted = {*outputs, *keeps, *names(rank.stage.sends)}
-        segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
-        transfers = rank_transfers(ranks, self.analysis.partition.position)
-        group = [place for place, other in enumerate(ranks) if other.group == rank.group]
-        program = stage_program(number, rank.stage, segments, transfers, group, outputs)
-        return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
-
-    def _program_with_placed(self, rank: RankPlan, number: int, count: int) -> RankProgram:
-        """The program of a rank if weights are placed: engines are cut at all-reduces and transfers."""
-        stage, group = rank.stage, range(self.sharded.ranks)
-        transfers = to_shards(self.transfers, len(group))
-        inside = [own for own in transfers if own.inside]
-        outputs, keeps = names(stage.outputs), list[str]()
-        if self._has_shards(rank):
-            outputs = self._given(rank)
-            keeps = kept_states(self.analysis.states, rank, outputs)
-            graph = with_steps(rank_graph(self.sharded, stage, rank.part), number, inside)
+        if self._apart:
+            group = list(range(self.sharded.ranks))
+            transfers = to_shards(self.transfers, len(group))
+            segments = self._cut(rank, number, len(ranks), transfers, {*outputs, *keeps})
         else:
-            graph = stage_graph(self.analysis.graph, stage)
-            graph = with_transfers(graph, number, inside, {peer: peer for peer in range(count)})
-        sent = [own.value for own in transfers if own.source == number and not own.inside]
-        joints = [node for node in graph if communicates(node)]
-        segments = cut_segments(graph, {*outputs, *keeps, *names(sent)}, joints, ordered=True)
+            group = [place for place, other in enumerate(ranks) if other.group == rank.group]
+            transfers = rank_transfers(ranks, self.analysis.partition.position)
+            graph, wanted = rank_graph(self.sharded, stage, rank.part), {*outputs, *keeps, *names(stage.sends)}
+            segments = engine_segments(graph, wanted, engine, [other.device for other in ranks])
         program = stage_program(number, stage, segments, transfers, group, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
+    def _cut(
+        self, rank: RankPlan, number: int, count: int, transfers: Sequence[Transfer], wanted: Collection[str]
+    ) -> list[Segment]:
+        """The segments of a rank if weights are placed: engines are cut at all-reduces and transfers."""
+        inside = [own for own in transfers if own.inside]
+        if self._has_shards(rank):
+            graph = with_steps(rank_graph(self.sharded, rank.stage, rank.part), number, inside)
+        else:
+            graph = stage_graph(self.analysis.graph, rank.stage)
+            graph = with_transfers(graph, number, inside, {peer: peer for peer in range(count)})
+        sent = [own.value for own in transfers if own.source == number and not own.inside]
+        joints = [node for node in graph if communicates(node)]
+        return cut_segments(graph, {*wanted, *names(sent)}, joints, ordered=True)
+
     def _given(self, rank: RankPlan) -> list[str]:
-        """The names of the outputs of which the rank returns its shard to the caller."""
+        """The names of the outputs that the rank returns to the caller, or of which it returns its shard."""
+        if not self._has_shards(rank):
+            return names(rank.stage.outputs)
         return [value.name or "" for value in rank.stage.outputs if self.sharded.gives(rank.part, value)]
 
     def _parts(self, rank: RankPlan) -> list[Part]:
