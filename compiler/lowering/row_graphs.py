@@ -20,8 +20,7 @@ from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Flow, group_joints
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.sharding.products import Product
-from splitc.compiler.sharding.slices import SlicedProducts
+from splitc.compiler.sharding.products import Product, SlicedProducts
 
 
 def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tuple[tuple[Product, ...], ...]:

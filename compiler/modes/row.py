@@ -37,10 +37,9 @@ from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
-from splitc.compiler.sharding.products import Product, Products, find_products
+from splitc.compiler.sharding.products import Product, Products, SlicedProducts, find_products, slice_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.sharded_model import held_shards
-from splitc.compiler.sharding.slices import SlicedProducts, slice_products
 from splitc.compiler.trials.trial import broken_rules, find_broken
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for

@@ -15,8 +15,7 @@ from splitc.compiler.packaging.onnx_files import PlacedWeights
 from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried
 from splitc.compiler.packaging.staging import check_disk_space, check_weights, full_disk_explained, written_aside
 from splitc.compiler.packaging.unmasked import write_preamble
-from splitc.compiler.packaging.weight_files import WeightFile, write_weight_files
-from splitc.compiler.packaging.writer import PackageWriter
+from splitc.compiler.packaging.writer import PackageWriter, WeightFile, write_weight_files
 from splitc.compiler.packaging.written_rank import WrittenRank, write_rank
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram

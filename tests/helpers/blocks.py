@@ -22,8 +22,8 @@ from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.row import RowSplit
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import package as packaging
+from splitc.compiler.sharding.products import SlicedProducts
 from splitc.compiler.sharding.sharded_model import ShardedModel
-from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
 from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import Arrays, assert_close, run_whole

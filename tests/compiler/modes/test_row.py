@@ -18,7 +18,7 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.execution.arena import UNIT
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
-from splitc.compiler.sharding.slices import SlicedProducts
+from splitc.compiler.sharding.products import SlicedProducts
 from splitc.runtime import Session
 from splitc.runtime.cli.app import app
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError

@@ -19,8 +19,8 @@ from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
-from splitc.compiler.packaging import block_inputs, self_check
-from splitc.compiler.packaging.block_inputs import BlockInputs
+from splitc.compiler.packaging import block_check, self_check
+from splitc.compiler.packaging.block_check import BlockInputs
 from splitc.compiler.sharding import shards
 from splitc.runtime.errors import FeedError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
@@ -117,7 +117,7 @@ def test_sizes_that_make_many_more_elements_than_the_planned_ones_come_last(
     inputs = BlockInputs(plan, tmp_path / "package", read_manifest(tmp_path / "package"))
     planned = plan.analysis.costs.bound
     assert inputs.sizes(plan.ranks[0].stage)[-1] is planned
-    monkeypatch.setattr(block_inputs, "FEW", 0)
+    monkeypatch.setattr(block_check, "FEW", 0)
     assert inputs.sizes(plan.ranks[0].stage)[-1] is plan.split.probe_shapes
 
 

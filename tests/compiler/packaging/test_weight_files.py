@@ -13,10 +13,8 @@ from blake3 import blake3
 
 from splitc.compiler.analysis.costs import MAPPED_AROUND
 from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor
-from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
-from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
-from splitc.compiler.packaging.writer import WRITE, PackageWriter
+from splitc.compiler.packaging.writer import WRITE, PackageWriter, WeightFile, in_source_order, write_weight_files
 from splitc.runtime.threads.progress import listening
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
@@ -24,7 +22,7 @@ FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "PIECE", 64)
+    monkeypatch.setattr(package_writer, "PIECE", 64)
     monkeypatch.setattr(package_writer, "WRITE", 7)
 
 

@@ -12,7 +12,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.modes.auto import predict
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.packaging import block_check
-from splitc.compiler.packaging.block_inputs import BlockInputs
+from splitc.compiler.packaging.block_check import BlockInputs
 from splitc.compiler.packaging.joined_graph import JoinedGraph
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.request.places import ExpertsPlace, Place
