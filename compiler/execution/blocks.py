@@ -7,8 +7,8 @@ other reader (core/optimizer/nchwc_transformer.cc).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -18,6 +18,7 @@ from splitc.compiler.execution.exchange import EngineGraph, NodeShapes
 from splitc.compiler.execution.fused import Fused
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
 from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.order import depth_first
 from splitc.compiler.execution.patterns import DOMAIN as STEP
 from splitc.compiler.execution.patterns import GELUS
 from splitc.compiler.frontend.matching import made_by
@@ -38,26 +39,22 @@ CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The nodes that run when images are in the blocked layout.
+    """The nodes that run when images are in the blocked layout, reorder nodes included, in execution order.
 
-    - `nodes` include the reorder nodes; `position` is each one's place in the graph.
     - `parts`: results of nodes that a convolution absorbs, with the convolution's result.
     - `sums`: the value that a convolution adds its result to, if both have the same shape.
     - `bytes`: the sizes of blocked images and of reordered copies.
     - `plain`: copies in the plain layout, by the image they copy.
     - `taken`: the blocked images that a node reads, by the values it reads in the file.
-    - `copies`: the nodes that make plain copies, each with the node that made the image.
     """
 
-    nodes: Sequence[ir.Node]
-    position: Mapping[ir.Node, int]
+    order: Sequence[ir.Node]
     reads: Reads
-    parts: Mapping[ir.Value, ir.Value]
-    sums: Mapping[ir.Node, ir.Value]
-    bytes: Mapping[ir.Value, int]
-    plain: Mapping[ir.Value, ir.Value]
-    taken: Mapping[ir.Node, Mapping[ir.Value, ir.Value]]
-    copies: Mapping[ir.Node, ir.Node]
+    parts: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
+    sums: Mapping[ir.Node, ir.Value] = field(default_factory=dict)
+    bytes: Mapping[ir.Value, int] = field(default_factory=dict)
+    plain: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
+    taken: Mapping[ir.Node, Mapping[ir.Value, ir.Value]] = field(default_factory=dict)
 
     def read(self, node: ir.Node, value: ir.Value) -> ir.Value:
         """The value that a node reads in place of a value of the file."""
@@ -74,12 +71,14 @@ class _Image:
     maker: ir.Node
 
 
-def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
-    """Whether any of the nodes can make a blocked image."""
-    return any(node.op_type in ("Conv", *POOLS) for node in nodes)
+def find_blocks(graph: EngineGraph, fused: Fused) -> Blocks:
+    """The nodes that run, with images in blocks where any node can make them and shapes are given."""
+    if graph.shapes is None or all(node.op_type not in ("Conv", *POOLS) for node in fused.nodes.order):
+        return Blocks(fused.nodes.order, fused.nodes.reads)
+    return _BlockWalk(graph, fused, graph.shapes).walk()
 
 
-class BlockWalk:
+class _BlockWalk:
     """Walks nodes in graph order, and decides for each whether it reads and writes blocked images."""
 
     def __init__(self, graph: EngineGraph, fused: Fused, shapes: NodeShapes) -> None:
@@ -105,28 +104,22 @@ class BlockWalk:
         """The nodes that run."""
         for node in self._fused.nodes.order:
             self._visit(node)
-        plain, copies = {}, {}
+        plain, copies = dict[ir.Value, ir.Value](), list[ir.Node]()
         for value, image in self._images.items():
             if self._left[value]:
                 copy = ir.Node(DOMAIN, OUT_OF, (), num_outputs=1)
-                plain[value], copies[copy] = copy.outputs[0], image.maker
+                copies.append(copy)
+                plain[value] = copy.outputs[0]
                 self._taken[copy] = {value: image.value}
                 self._bytes[copy.outputs[0]] = self._graph.size(value)
                 self._new.append(copy)
         gone = {value.producer() for value in self._parts} | self._turned
-        position = self._fused.position
+        nodes = [*(node for node in self._fused.nodes.order if node not in gone), *self._into.values(), *copies]
+        position, reads = self._fused.position, self._read_after(plain)
         there = max(position.values(), default=0) + 1
-        return Blocks(
-            [*(node for node in self._fused.nodes.order if node not in gone), *self._into.values(), *copies],
-            {**position, **{node: there + number for number, node in enumerate(self._new)}},
-            self._read_after(plain),
-            self._parts,
-            self._sums,
-            self._bytes,
-            plain,
-            self._taken,
-            copies,
-        )
+        position = {**position, **{node: there + number for number, node in enumerate(self._new)}}
+        order = depth_first(nodes, reads, position)
+        return Blocks(order, reads, self._parts, self._sums, self._bytes, plain, self._taken)
 
     def _read_after(self, plain: Mapping[ir.Value, ir.Value]) -> Reads:
         def read(node: ir.Node) -> list[ir.Value]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
-from splitc.compiler.execution.blocks import Blocks, BlockWalk, may_have_blocks
+from splitc.compiler.execution.blocks import find_blocks
 from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
-from splitc.compiler.execution.order import depth_first
 from splitc.compiler.execution.patterns import biased_gelus
 from splitc.compiler.operators.registry import operator_of
 
@@ -27,7 +26,7 @@ class Optimized:
     - `places`: values in the memory of another value, which may itself be in a third one's.
     - `copying`: fused Gelus that copy their input.
     - `kept`: values that leave the engine.
-    - `blocks`: images in the blocked layout, if there may be some.
+    - `in_blocks`: nodes that read images in the blocked layout.
     - `integers`: nodes that compute in integers, with the node of the file that each replaces.
     """
 
@@ -37,7 +36,7 @@ class Optimized:
     places: Mapping[ir.Value, ir.Value]
     copying: Container[ir.Node]
     kept: Collection[ir.Value]
-    blocks: Blocks | None = None
+    in_blocks: Container[ir.Node] = ()
     integers: Mapping[ir.Node, ir.Node] = field(default_factory=dict)
 
     def root(self, value: ir.Value) -> ir.Value:
@@ -46,7 +45,7 @@ class Optimized:
 
     def is_as_in_file(self, node: ir.Node) -> bool:
         """Whether a node's kernel allocates what its operator says: it neither reorders nor communicates."""
-        return node.domain not in (EXCHANGE, BLOCKS) and not (self.blocks is not None and node in self.blocks.taken)
+        return node.domain not in (EXCHANGE, BLOCKS) and node not in self.in_blocks
 
 
 def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
@@ -56,15 +55,10 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     last reader of its input and both have the same size.
     """
     fused, alike = fuse(graph, overwrites), graph.alike
-    came = fused.exchange.came
-    order, reads, ends, same, blocks = fused.nodes.order, fused.nodes.reads, fused.ends(graph.kept), fused.same, None
-    over = dict[ir.Node, ir.Value]()
-    if graph.shapes is not None and may_have_blocks(order):
-        blocks = BlockWalk(graph, fused, graph.shapes).walk()
-        reads, ends, over = blocks.reads, {blocks.plain.get(value, value) for value in ends}, dict(blocks.sums)
-        order = depth_first(blocks.nodes, reads, blocks.position)
-        same = {**same, **blocks.parts}
-    own = {**fused.bytes, **(blocks.bytes if blocks is not None else {})}
+    blocks = find_blocks(graph, fused)
+    order, reads, over, same = blocks.order, blocks.reads, dict(blocks.sums), {**fused.same, **blocks.parts}
+    ends = {blocks.plain.get(value, value) for value in fused.ends(graph.kept)}
+    own = {**fused.bytes, **blocks.bytes}
 
     def size(value: ir.Value) -> int:
         return own[value] if value in own else graph.size(value)
@@ -72,8 +66,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     def first(node: ir.Node) -> ir.Value | None:
         """What a node reads first."""
         value = node.inputs[0] if node.inputs else None
-        value = value and resolve(same, value)
-        return value if value is None or blocks is None else resolve(same, blocks.read(node, value))
+        return value and resolve(same, blocks.read(node, resolve(same, value)))
 
     made = {value for node in order for value in node.outputs}
     places = {node.outputs[0]: value for node in order if (value := _viewed(node, first(node), size, made)) is not None}
@@ -85,10 +78,10 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     copying = _copying(fused, reads, alike)
     places.update((fused.gelus[node], resolve(same, data)) for node, data in copying.items())
     if overwrites:
-        may = [node for node in order if node.outputs[0] not in came and _may_overwrite(node, alike)]
+        may = [node for node in order if node.outputs[0] not in fused.exchange.came and _may_overwrite(node, alike)]
         over.update((node, value) for node in may if (value := first(node)) is not None)
         _overwrite(order, reads, places, made - {resolve(places, value) for value in ends}, over)
-    return Optimized(order, reads, size, places, copying, ends, blocks, fused.integers)
+    return Optimized(order, reads, size, places, copying, ends, blocks.taken, fused.integers)
 
 
 def _copying(fused: Fused, reads: Reads, alike: Alike) -> dict[ir.Node, ir.Value]:

@@ -56,7 +56,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
     `around` are the sizes on the CPU of a graph that this one is a branch of.
     """
     sizes, on_cpu, folded = set(around), set(around), set[ir.Value]()
-    on_gpu = dict[ir.Node, None]()
+    on_gpu = set[ir.Node]()
     left = dict[ir.Node, bool]()  # the nodes on the CPU, and whether they have a kernel for GPUs
     for node in graph:
         if _is_folded(node, sizes, folded):
@@ -65,13 +65,12 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
             on_cpu.update(node.outputs)
             sizes.update(node.outputs)
         elif (has_kernel := runs_on_gpu(node)) and not _is_left(node, on_cpu, folded):
-            on_gpu[node] = None
+            on_gpu.add(node)
         else:
             left[node] = has_kernel
             on_cpu.update(node.outputs)
             if all(value in sizes or value in folded or _is_small(value) for value in filter(None, node.inputs)):
                 sizes.update(node.outputs)
-
     running = [node for node in graph if node in left or node in on_gpu]
     reads = [
         Read(node, number, value) for node in running for number, value in enumerate(node.inputs) if value is not None
@@ -89,7 +88,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
         to_cpu=tuple(read for read in computed if read.value not in on_cpu and on_host(read)),
         fed=tuple(read for read in fed if left[read.node]),
         missing=tuple(node for node, has_kernel in left.items() if not has_kernel and node not in sized),
-        counting=tuple(node for node in on_gpu if node.op_type in COUNTING and not node.domain),
+        counting=tuple(node for node in graph if node in on_gpu and node.op_type in COUNTING and not node.domain),
     )
 
 
