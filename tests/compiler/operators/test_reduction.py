@@ -336,7 +336,7 @@ FORMS: dict[str, Tiny] = {
     "mean of the channels' norms": sandwich(of_channels(responses_normed), split={"gain"}, sums=2, shares=SHARES),
     "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
     "norm, written out": sandwich(
-        through("Relu"), needs=norm_written_out, whole="", split={"C", "D", "scale"}, sums=3, shares=SHARES
+        through("Relu"), needs=norm_written_out, whole="", split={"C", "D", "scale"}, sums=2, shares=SHARES
     ),
     "norm of a residual, written out": sandwich(through("Relu"), needs=norm_of_residual_written_out),
     "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
