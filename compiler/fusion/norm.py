@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
@@ -163,8 +164,8 @@ def _with_weights(norm: Norm, may_narrow: bool) -> list[Norm]:
     return norms
 
 
-def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> None:
-    """Replace the first of the norms whose weights and bias are rows by the operator, in place.
+def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
+    """Replace the first of the norms whose weights and bias are rows by the operator, in place. Returns its node.
 
     The weights are 1 if the norm has none. Raises NotFusedError if the operator can't express it; then nothing is
     changed.
@@ -184,11 +185,12 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> None:
         rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
     before = before_transpose(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
-    made = work.add("norm", norm.operator, [before.value, *rows], data, own, axis=-1, epsilon=small, stash_type=1)
-    made = work.transpose(Operand(made, before.axes), "norm_turned")
+    normal = work.add("norm", norm.operator, [before.value, *rows], data, own, axis=-1, epsilon=small, stash_type=1)
+    made = work.transpose(Operand(normal, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)
+    return producer_of(normal)
 
 
 def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:

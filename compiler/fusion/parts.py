@@ -89,8 +89,11 @@ class Parts:
         if not norms:
             return None
         check_type(norms[0].source, self.gains.parts)
-        write_norm(norms, self.editor, self.sizes)
-        return norms[0].operator
+        norm = write_norm(norms, self.editor, self.sizes)
+        try:
+            return self._modulation(norm) or norm.op_type
+        except NotFusedError:  # the norm alone is better than its parts
+            return norm.op_type
 
     def _transposed_norm(self, norm: ir.Node) -> str | None:
         """Move a Transpose from before a norm to behind it. Returns the norm's operator; None if there is none."""
