@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor, add_initializer
 from splitc.compiler.frontend.folding import LONGEST, fold, known_array
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, list_of
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.reads import all_nodes
@@ -175,8 +175,7 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
             is_read = any(made.uses() or made.is_graph_output() for made in node.outputs[1:])
             return not is_read and (mode is None or constant_numbers(mode) == [0])
         case "Pad":
-            pads = node.attributes.get_ints("pads", None) or constant_numbers(node.inputs[1]) or [1]
-            return not any(pads)
+            return not any(list_of(node, "pads") or [1])
         case "Transpose":
             order = node.attributes.get_ints("perm", ())
             return bool(order) and list(order) == sorted(order)

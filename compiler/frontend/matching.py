@@ -97,3 +97,11 @@ def constant_numbers(value: ir.Value | None) -> list[int] | None:
     """The elements of an integer constant; None if the value is computed, or requests may override it."""
     tensor = known_tensor(value)
     return None if tensor is None else [int(number) for number in np.ravel(tensor.numpy())]
+
+
+def list_of(node: ir.Node, name: str) -> list[int] | None:
+    """A node's list of numbers, such as axes: an attribute or, in later opsets, the second input. None if not known."""
+    numbers = node.attributes.get_ints(name, None)
+    if numbers is not None:
+        return list(numbers)
+    return constant_numbers(node.inputs[1]) if len(node.inputs) > 1 else None

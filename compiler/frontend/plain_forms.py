@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.matching import constant_numbers, list_of, made_by, only_user, readers_of, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.nodes import known_tensor, settings_of
 
@@ -91,16 +91,12 @@ def _brings_back(node: ir.Node, axes: set[int], kept: list[int | ir.SymbolicDim]
 
 def _added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
     """The axes that an Unsqueeze adds to a result of so many axes; empty if they are not known."""
-    axes = unsqueeze.attributes.get_ints("axes", None) or constant_numbers(unsqueeze.inputs[1]) or ()
-    return {axis % rank for axis in axes}
+    return {axis % rank for axis in list_of(unsqueeze, "axes") or ()}
 
 
 def _reduced_axes(reduction: ir.Node) -> set[int] | None:
     """The axes of a reduction; None if they are not known."""
-    data = reduction.inputs[0]
-    axes = reduction.attributes.get_ints("axes", None)
-    if axes is None and len(reduction.inputs) > 1:
-        axes = constant_numbers(reduction.inputs[1])
+    data, axes = reduction.inputs[0], list_of(reduction, "axes")
     if not axes or data is None or data.shape is None:
         return None
     return {axis % len(data.shape) for axis in axes}

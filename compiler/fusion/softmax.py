@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, readers_of, value_before
+from splitc.compiler.frontend.matching import is_onnx, list_of, readers_of, value_before
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.product import RankOf
@@ -89,9 +89,7 @@ def _reduction(value: ir.Value) -> ir.Node | None:
 
 def is_over_last(node: ir.Node, rank: int | None) -> bool:
     """Whether a reduction is along the last axis alone."""
-    axes = node.attributes.get_ints("axes", ())
-    if not axes and len(node.inputs) > 1:
-        axes = constant_numbers(node.inputs[1]) or ()
+    axes = list_of(node, "axes") or ()
     if rank is None and node.inputs[0] is not None and node.inputs[0].shape is not None:
         rank = len(node.inputs[0].shape)
     return len(axes) == 1 and (axes[0] == -1 or (rank is not None and axes[0] == rank - 1))
