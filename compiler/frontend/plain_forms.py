@@ -2,7 +2,7 @@
 
 Which form it is follows from the sizes, so these are known first. XLA's exporters write means as sums over the axis,
 its size as a divisor and a Reshape that brings the axis back; slices with bounds for all axes; repeated heads as a
-Gather of indices 0, 0, 1, 1; and a lookup of rows as GatherND.
+Gather of indices 0, 0, 1, 1; and a lookup of rows as GatherND. TensorFlow's write dense layers as products of two axes.
 """
 
 from __future__ import annotations
@@ -112,6 +112,27 @@ def _restore(node: ir.Node, editor: Editor) -> bool:
     return _keep_axes(node, editor)
 
 
+def _view(node: ir.Node, editor: Editor) -> bool:
+    return _restore(node, editor) or _multiply_as_it_is(node, editor)
+
+
+def _multiply_as_it_is(node: ir.Node, editor: Editor) -> bool:
+    """Multiply a value by a matrix without the views that join its rows before, and bring their axes back behind."""
+    product, made = made_by(node.inputs[0], "MatMul"), node.outputs[0].shape
+    if product is None or only_user(product.outputs[0], node.op_type) is not node:
+        return False
+    flat, matrix = product.inputs
+    data = value_before(flat, *_VIEWS)
+    if data is None or not _is_known(data.shape) or not _is_known(made) or matrix is None or matrix.shape is None:
+        return False
+    assert data.shape is not None
+    assert made is not None
+    if len(matrix.shape) != 2 or [*data.shape[:-1], matrix.shape[1]] != [*made] or data.shape[-1] != matrix.shape[0]:
+        return False
+    editor.replace(node, ir.node("MatMul", [data, matrix]))
+    return True
+
+
 def _is_known(shape: ir.Shape | None) -> bool:
     return shape is not None and all(isinstance(size, int) or size.value is not None for size in shape)
 
@@ -217,7 +238,7 @@ def _read_before(node: ir.Node, editor: Editor) -> bool:
 _RULES: Mapping[str, Callable[[ir.Node, Editor], bool]] = {
     "Slice": _trim_slice,
     "Unsqueeze": _restore,
-    "Reshape": _restore,
+    "Reshape": _view,
     "Squeeze": _restore,
     "Flatten": _restore,
     "Div": _average,

@@ -43,6 +43,10 @@ PLAIN = {
     "views that change nothing": ("a = Flatten (x)  b = Unsqueeze (a, one)  c = Reshape (b, same)  y = Neg (c)", "Neg"),
     "the output of a view": ("a = Neg (x)  y = Reshape (a, same)", "Neg"),
     "a view that changes nothing, in numbers": ("b = Reshape (x, same)  y = Neg (b)", "Neg"),
+    "a dense layer of joined rows": (
+        "a = Reshape (x, rows)  b = MatMul (a, matrix)  c = Reshape (b, apart)  y = Neg (c)",
+        "MatMul Neg",
+    ),
     "a lookup by a column": ("a = Reshape (ids, column)  y = GatherND (x, a)", "Reshape Gather"),
     "a lookup": ("a = Unsqueeze (ids, last)  y = GatherND (x, a)", "Gather"),
 }
@@ -52,6 +56,14 @@ STAY = {
     "an axis of unknown size": ("a = ReduceSum (x, none)  y = Div (a, eight)", "ReduceSum Div"),
     "a sum with other readers": ("a = ReduceSum (x, last)  b = Div (a, eight)  y = Add (a, b)", "ReduceSum Div Add"),
     "another axis": ("a = ReduceMax <keepdims = 0> (x, last)  y = Unsqueeze (a, none)", "ReduceMax Unsqueeze"),
+    "a dense layer whose rows are apart in another way": (
+        "a = Reshape (x, rows)  b = MatMul (a, matrix)  c = Reshape (b, turned)  y = Neg (c)",
+        "Reshape MatMul Reshape Neg",
+    ),
+    "a dense layer whose columns are parted": (
+        "a = Reshape (x, pairs_of_4)  b = MatMul (a, small)  c = Reshape (b, same)  y = Neg (c)",
+        "Reshape MatMul Reshape Neg",
+    ),
     "a root of whole numbers": (
         "a = Cast <to = 6> (x)  b = Pow (a, half)  y = Cast <to = 1> (b)",
         "Cast Pow Cast",
@@ -79,10 +91,15 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     column = (
         "int64[2] column = {-1, 1}, int64[2] range = {1, 2}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
     )
+    matrices = (
+        "float[8, 3] matrix = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6}, "
+        "float[4, 4] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}, int64[2] rows = {-1, 8}, "
+        "int64[3] apart = {-1, 2, 3}, int64[3] turned = {2, -1, 3}, int64[2] pairs_of_4 = {-1, 4}"
+    )
     pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
-        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}> {{ {nodes} }}"""
+        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}> {{ {nodes} }}"""
     )
     onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)  # the file declares all shapes
     feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32), "ids": np.array([2, 0, 1])}
