@@ -1,42 +1,31 @@
 """Writes nodes in the form that most exporters write, where another one does the same: passes match only that form.
 
-Which form it is follows from the sizes, so these are known first. XLA's exporters write means as sums over the axis,
-its size as a divisor and a Reshape that brings the axis back; slices with bounds for all axes; repeated heads as a
-Gather of indices 0, 0, 1, 1; and a lookup of rows as GatherND. TensorFlow's write dense layers as products of two axes.
+Which form it is follows from the sizes, so these are known first. XLA's exporters write slices with bounds for all
+axes; repeated heads as a Gather of indices 0, 0, 1, 1; and a lookup of rows as GatherND. TensorFlow's write dense
+layers as products of two axes. Means and norms: see `frontend.plain_norms`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend import plain_norms as norms
 from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, list_of, made_by, only_user, readers_of, value_before
-from splitc.compiler.frontend.numbered_sizes import fixed_size
-from splitc.compiler.nodes import known_tensor, settings_of
-
-_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
-# The relative tolerance of a constant that is one over a size.
-_CLOSE = 1e-6
+from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.plain_norms import VIEWS, added_axes, is_known, size_of
 
 
 def use_plain_forms(graph: ir.Graph) -> bool:
     """Rewrite nodes whose sizes are inferred, in place. Returns whether there are any. Replaced nodes stay, unread."""
     editor, is_changed = Editor(graph), False
     for node in list(graph):
-        rule = None if node.domain else _RULES.get(node.op_type)
-        is_changed = (rule is not None and rule(node, editor)) or is_changed
+        rules = () if node.domain else _RULES.get(node.op_type, ())
+        is_changed = any(rule(node, editor) for rule in rules) or is_changed
     return is_changed
-
-
-def _fixed_size(value: ir.Value | None, axis: int) -> int | None:
-    """An axis' size, if it is a number."""
-    return None if value is None or value.shape is None else fixed_size(value.shape[axis])
 
 
 def _trim_slice(node: ir.Node, editor: Editor) -> bool:
@@ -59,61 +48,18 @@ def _trim_slice(node: ir.Node, editor: Editor) -> bool:
 
 
 def _takes_all(data: ir.Value, start: int, end: int, axis: int, step: int) -> bool:
-    size = _fixed_size(data, axis)
+    size = size_of(data, axis)
     return start == 0 and step == 1 and (end >= ANY_END or (size is not None and end >= size))
 
 
-def _keep_axes(node: ir.Node, editor: Editor) -> bool:
-    """Let a reduction keep its axes that a view brings back."""
-    reduced = node.inputs[0]
-    reduction = made_by(reduced, *_REDUCTIONS)
-    axes = None if reduction is None else _reduced_axes(reduction)
-    if reduction is None or reduced is None or axes is None or only_user(reduced, node.op_type) is not node:
-        return False
-    source = reduction.inputs[0]
-    assert source is not None
-    assert source.shape is not None
-    kept = [1 if axis in axes else size for axis, size in enumerate(source.shape)]
-    if reduction.attributes.get_int("keepdims", 1) or not _brings_back(node, axes, kept):
-        return False
-    settings = settings_of(reduction) | {"keepdims": 1}
-    editor.replace(node, ir.node(reduction.op_type, reduction.inputs, settings))
-    return True
-
-
-def _brings_back(node: ir.Node, axes: set[int], kept: list[int | ir.SymbolicDim]) -> bool:
-    """Whether an Unsqueeze or a Reshape gives a reduced value the axes of size 1 in the places of those reduced."""
-    if node.op_type == "Unsqueeze":
-        return _added_axes(node, len(kept)) == axes
-    made = node.outputs[0].shape
-    return made is not None and _is_known(made) and list(made) == kept
-
-
-def _added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
-    """The axes that an Unsqueeze adds to a result of so many axes; empty if they are not known."""
-    return {axis % rank for axis in list_of(unsqueeze, "axes") or ()}
-
-
-def _reduced_axes(reduction: ir.Node) -> set[int] | None:
-    """The axes of a reduction; None if they are not known."""
-    data, axes = reduction.inputs[0], list_of(reduction, "axes")
-    if not axes or data is None or data.shape is None:
-        return None
-    return {axis % len(data.shape) for axis in axes}
-
-
 def _restore(node: ir.Node, editor: Editor) -> bool:
-    """Bypass views that end with the sizes they begin with, or let a reduction before one keep its axes."""
+    """Bypass views that end with the sizes they begin with."""
     made, value = node.outputs[0], node.inputs[0]
     while value is not None:
-        if _is_known(value.shape) and value.shape == made.shape:
+        if is_known(value.shape) and value.shape == made.shape:
             return bypass(editor.graph, node, value)
-        value = value_before(value, *_VIEWS)
-    return _keep_axes(node, editor)
-
-
-def _view(node: ir.Node, editor: Editor) -> bool:
-    return _restore(node, editor) or _multiply_as_it_is(node, editor)
+        value = value_before(value, *VIEWS)
+    return False
 
 
 def _multiply_as_it_is(node: ir.Node, editor: Editor) -> bool:
@@ -122,50 +68,14 @@ def _multiply_as_it_is(node: ir.Node, editor: Editor) -> bool:
     if product is None or only_user(product.outputs[0], node.op_type) is not node:
         return False
     flat, matrix = product.inputs
-    data = value_before(flat, *_VIEWS)
-    if data is None or not _is_known(data.shape) or not _is_known(made) or matrix is None or matrix.shape is None:
+    data = value_before(flat, *VIEWS)
+    if data is None or not is_known(data.shape) or not is_known(made) or matrix is None or matrix.shape is None:
         return False
     assert data.shape is not None
     assert made is not None
     if len(matrix.shape) != 2 or [*data.shape[:-1], matrix.shape[1]] != [*made] or data.shape[-1] != matrix.shape[0]:
         return False
     editor.replace(node, ir.node("MatMul", [data, matrix]))
-    return True
-
-
-def _is_known(shape: ir.Shape | None) -> bool:
-    return shape is not None and all(isinstance(size, int) or size.value is not None for size in shape)
-
-
-def _average(node: ir.Node, editor: Editor) -> bool:
-    """Replace a sum over axes that is divided by their size, or multiplied by one over it, by a mean."""
-    for total, other in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else (node.inputs,):
-        reduction, number = made_by(total, "ReduceSum"), known_tensor(other)
-        if reduction is None or total is None or number is None or number.size != 1 or total.shape is None:
-            continue
-        axes = _reduced_axes(reduction)
-        if axes is None or len(number.shape) > len(total.shape) or only_user(total, node.op_type) is not node:
-            continue
-        sizes, factor = [_fixed_size(reduction.inputs[0], axis) for axis in axes], float(number.numpy().reshape(()))
-        count = math.prod(size or 0 for size in sizes)
-        if math.isclose(factor * count if node.op_type == "Mul" else factor / (count or 1), 1, rel_tol=_CLOSE):
-            lists, attributes = editor.lists("ReduceMean", axes=sorted(axes))
-            keepdims = reduction.attributes.get_int("keepdims", 1)
-            mean = ir.node("ReduceMean", [reduction.inputs[0], *lists], {**attributes, "keepdims": keepdims})
-            editor.replace(node, mean)
-            return True
-    return False
-
-
-def _take_root(node: ir.Node, editor: Editor) -> bool:
-    """Replace a power of one half by a square root."""
-    tensor, data, made = known_tensor(node.inputs[1]), node.inputs[0], node.outputs[0]
-    is_half = tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == 0.5
-    if not is_half or data is None or data.shape is None or made.shape is None or len(data.shape) != len(made.shape):
-        return False
-    if data.dtype is None or not data.dtype.is_floating_point():  # Sqrt takes no integers
-        return False
-    editor.replace(node, ir.node("Sqrt", [data]))
     return True
 
 
@@ -176,7 +86,7 @@ def _select(node: ir.Node, editor: Editor) -> bool:
     if data is None or data.is_initializer() or data.shape is None or not numbers or indices is None:
         return False
     axis = node.attributes.get_int("axis", 0) % len(data.shape)
-    size, first = _fixed_size(data, axis), numbers[0]
+    size, first = size_of(data, axis), numbers[0]
     if not size or indices.shape is None or len(indices.shape) != 1:
         return False
     if data.dtype is None or not data.dtype.is_floating_point():
@@ -211,10 +121,10 @@ def _look_up(node: ir.Node, editor: Editor) -> bool:
     """Replace a GatherND of rows by a Gather."""
     data, places = node.inputs
     has_batches = node.attributes.get_int("batch_dims", 0) != 0
-    if places is None or places.shape is None or has_batches or _fixed_size(places, -1) != 1:
+    if places is None or places.shape is None or has_batches or size_of(places, -1) != 1:
         return False
     apart, last = made_by(places, "Unsqueeze"), len(places.shape) - 1
-    rows = apart.inputs[0] if apart is not None and _added_axes(apart, last + 1) == {last} else None
+    rows = apart.inputs[0] if apart is not None and added_axes(apart, last + 1) == {last} else None
     if rows is None:
         lists, attributes = editor.lists("Squeeze", axes=[last])
         rows = editor.before(node, "Squeeze", places, *lists, **attributes)
@@ -235,16 +145,20 @@ def _read_before(node: ir.Node, editor: Editor) -> bool:
     return True
 
 
-_RULES: Mapping[str, Callable[[ir.Node, Editor], bool]] = {
-    "Slice": _trim_slice,
-    "Unsqueeze": _restore,
-    "Reshape": _view,
-    "Squeeze": _restore,
-    "Flatten": _restore,
-    "Div": _average,
-    "Mul": _average,
-    "Pow": _take_root,
-    "Gather": _select,
-    "GatherND": _look_up,
-    "Shape": _read_before,
+_RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
+    "Slice": [_trim_slice],
+    "Unsqueeze": [_restore, norms.keep_axes],
+    "Reshape": [_restore, norms.keep_axes, _multiply_as_it_is],
+    "Squeeze": [_restore],
+    "Flatten": [_restore],
+    "Gather": [_select],
+    "GatherND": [_look_up],
+    "Shape": [_read_before],
+    "Div": [norms.average],
+    "Mul": [norms.average, norms.divide_first],
+    "Pow": [norms.take_root],
+    "GlobalAveragePool": [norms.average_last],
+    "Sub": [norms.center_squares],
+    "Max": [norms.skip_bound],
+    "Add": [norms.center_first],
 }

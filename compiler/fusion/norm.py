@@ -1,4 +1,4 @@
-"""Fuses decomposed RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) x weights, along the last axis.
+"""Fuses decomposed RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + epsilon) x weights, along one axis.
 
 If x is y - mean(y), the norm is a LayerNorm of y, as all exporters write it below opset 17, perhaps with a bias.
 
@@ -7,6 +7,8 @@ leaves that as six or more nodes, in float32 between casts. A norm may have no w
 
 Norms in float32 between casts from and to half precision, as of diffusers, become norms of values of that type: the
 kernels compute in float32 anyway, and read and write half the bytes. A Transpose before a norm moves behind it.
+
+Norms along another axis than the last, as along the channels of images, get a Transpose before and one behind.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
+from splitc.compiler.frontend.matching import combined, is_onnx, list_of, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
-from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
@@ -33,13 +34,14 @@ OPERATOR, CENTERED = "SimplifiedLayerNormalization", "LayerNormalization"
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMSNorm: `normal` is `data`, divided by the root of the mean square, or multiplied by the reciprocal.
+    """An RMSNorm: `normal` is `data`, divided by the root of the mean square along an `axis`.
 
     Or a LayerNorm, whose `operator` also subtracts the mean. `output` is `normal` times the first of the `weights`,
     plus the second, as far as there are any.
     """
 
     operator: str
+    axis: int
     data: ir.Value
     normal: ir.Value
     epsilon: float
@@ -86,7 +88,8 @@ def find_norms(mean: ir.Node) -> list[Norm]:
 
     Raises NotFusedError for a form that the operator does not have.
     """
-    if not is_onnx(mean, "ReduceMean") or not is_over_last(mean, None):
+    axis = _averaged_axis(mean) if is_onnx(mean, "ReduceMean") else None
+    if axis is None:
         return []
     data = _squared(mean.inputs[0])
     root = None if data is None else _find_root(mean.outputs[0])
@@ -99,19 +102,25 @@ def find_norms(mean: ir.Node) -> list[Norm]:
         raise NotFusedError("its mean drops the axis (keepdims=0)")
     cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
-    whole = _before_centering(data)
-    norm = Norm(OPERATOR if whole is None else CENTERED, data if whole is None else whole, value, root[2], value)
-    return _with_weights(norm, cast is None)
+    whole = _before_centering(data, axis)
+    norm = Norm(OPERATOR, axis, data, value, root[2], value)
+    return _with_weights(norm if whole is None else replace(norm, operator=CENTERED, data=whole), cast is None)
 
 
-def _before_centering(value: ir.Value) -> ir.Value | None:
-    """The x of x - mean(x), along the last axis; None for any other value."""
+def _averaged_axis(mean: ir.Node) -> int | None:
+    """The axis along which a mean is taken; None if there are several, or it is not known."""
+    axes, data = list_of(mean, "axes") or (), mean.inputs[0]
+    return axes[0] % len(data.shape) if len(axes) == 1 and data is not None and data.shape is not None else None
+
+
+def _before_centering(value: ir.Value, axis: int) -> ir.Value | None:
+    """The x of x - mean(x), along an axis; None for any other value."""
     node = made_by(value, "Sub")
     mean = None if node is None else made_by(node.inputs[1], "ReduceMean")
     if node is None or mean is None or mean.inputs[0] is not node.inputs[0]:
         return None
     keeps_axes = mean.attributes.get_int("keepdims", 1) == 1
-    return node.inputs[0] if keeps_axes and is_over_last(mean, None) else None
+    return node.inputs[0] if keeps_axes and _averaged_axis(mean) == axis else None
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
@@ -175,17 +184,19 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
     dtype = norm.source.dtype
     if axes is None or dtype is None or norm.output.dtype is None or norm.normal.dtype is None:
         raise NotFusedError("its shape or its type is not known")
-    size = axes[-1].fixed
-    if size is None:
+    own = axes[norm.axis : norm.axis + 1]
+    if own[0].fixed is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
     data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
-    rows = [] if norm.weights else [editor.constant(np.ones(size, dtype.numpy()))]
+    rows = [] if norm.weights else [editor.constant(np.ones(own[0].fixed, dtype.numpy()))]
     for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
-        row = work.reshape(weights, axes[-1:], f"norm_{name}_row")
+        row = work.reshape(weights, own, f"norm_{name}_row")
         rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
-    before = before_transpose(data, len(axes), sizes)
-    own, small = work.axes(before.value), norm.epsilon
-    normal = work.add("norm", norm.operator, [before.value, *rows], data, own, axis=-1, epsilon=small, stash_type=1)
+    before = with_axis_last(data, len(axes), norm.axis, work)
+    inputs, epsilon = [before.value, *rows], norm.epsilon
+    normal = work.add(
+        "norm", norm.operator, inputs, data, work.axes(before.value), axis=-1, epsilon=epsilon, stash_type=1
+    )
     made = work.transpose(Operand(normal, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
@@ -193,17 +204,25 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
     return producer_of(normal)
 
 
-def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
-    """A value before a Transpose that leaves the last axis in place; the value itself if there is none."""
+def with_axis_last(data: ir.Value, rank: int, axis: int, work: Writer) -> Operand:
+    """The data as a value before a Transpose, or behind a new one, whose last axis is this axis of the data."""
     traced = traced_back(as_operand(data, rank), scaled=False)
-    return traced if traced.axes[-1] == rank - 1 and sizes.axes(traced.value) is not None else as_operand(data, rank)
+    if traced.axes[axis] == rank - 1 and work.sizes.axes(traced.value) is not None:
+        return traced
+    order = (*(other for other in range(rank) if other != axis), axis)
+    turned = work.transpose(Operand(data, order), "norm_data")
+    return Operand(turned, tuple(order.index(place) for place in range(rank)))
 
 
 def _has_rows(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a norm's weights and bias are rows, with one number for each element of the last axis."""
-    rows, output = [sizes.axes(weights) for weights in norm.weights], sizes.axes(norm.output)
-    are_rows = all(row and row[-1].size == axes[-1].size and is_one(row[:-1]) for row in rows)
-    return are_rows and output is not None and [axis.size for axis in output] == [axis.size for axis in axes]
+    """Whether a norm's weights and bias are rows, with one number for each element of the axis that it normalizes."""
+    output, behind = sizes.axes(norm.output), len(axes) - norm.axis - 1
+    for row in (sizes.axes(weights) for weights in norm.weights):
+        if row is None or len(row) <= behind or not is_one(one for n, one in enumerate(row[::-1]) if n != behind):
+            return False
+        if row[-1 - behind].size != axes[norm.axis].size:
+            return False
+    return output is not None and [axis.size for axis in output] == [axis.size for axis in axes]
 
 
 @dataclass(frozen=True)

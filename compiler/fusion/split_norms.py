@@ -17,7 +17,7 @@ from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import OPERATORS, before_transpose
+from splitc.compiler.fusion.norm import OPERATORS, with_axis_last
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
@@ -91,7 +91,7 @@ def write_split_norms(group: SplitNorms, editor: Editor, sizes: Sizes) -> None:
     rows = [_rows(group, number, counts, along, rank) for number in range(1, len(first.inputs))]
     work = Writer.of(group.output, (), editor, sizes)
     ones = editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
-    before = before_transpose(group.data, rank, sizes)
+    before = with_axis_last(group.data, rank, rank - 1, work)
     data, own = before.value, work.axes(before.value)
     made = work.add("norm", first.op_type, [data, ones], data, own, first.domain, **settings_of(first))
     for operator, row in zip(APPLIED, rows, strict=False):

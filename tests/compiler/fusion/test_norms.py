@@ -111,6 +111,68 @@ def test_one_that_subtracts_the_mean_is_a_layer_norm(tmp_path: Path, divided: st
     assert {*operators(fused(model, tmp_path).graph.graph)} - {"LayerNormalization"} == left
 
 
+MOMENTS = """avg = ReduceMean <axes = [2]> (data)  apart = Sub (data, avg)  squares = Mul (apart, apart)
+    variance = ReduceMean <axes = [2]> (squares)"""
+POOLED = MOMENTS.replace("ReduceMean <axes = [2]>", "GlobalAveragePool")
+FAST = """powers = Mul (data, data)  square = ReduceMean <axes = [2]> (powers)  avg = ReduceMean <axes = [2]> (data)
+    apart = Sub (data, avg)  of_avg = Mul (avg, avg)  variance = Sub (square, of_avg)"""
+BOUNDED = FAST.replace("variance =", "free =") + " zero = Constant <value_float = 0.0> ()  variance = Max (free, zero)"
+DROPPED = """powers = Mul (data, data)  square = ReduceMean <axes = [2], keepdims = 0> (powers)
+    flat = ReduceMean <axes = [2], keepdims = 0> (data)  of_avg = Mul (flat, flat)  free = Sub (square, of_avg)
+    last = Constant <value_ints = [2]> ()  variance = Unsqueeze (free, last)  avg = Unsqueeze (flat, last)
+    apart = Sub (data, avg)"""
+EPSILON = "small = Constant <value_float = 1e-5> ()  total = Add (variance, small)  root = Sqrt (total)"
+SCALED = "one_over = Reciprocal (root)  factor = Mul (one_over, weights)"
+SHIFTED = "w = Mul (data, factor)  v = Mul (avg, factor)  rest = Sub (weights, v)  y = Add (w, rest)"
+NEGATED = "minus = Neg (avg)  v = Mul (minus, factor)  w = Mul (data, factor)"
+ORDERS = {
+    "TensorFlow": (MOMENTS, f"{SCALED} {SHIFTED}", set()),
+    "the mean of the last of three axes as a pool": (POOLED, f"{SCALED} {SHIFTED}", set()),
+    "Keras": (POOLED, f"{SCALED} {NEGATED} rest = Add (v, weights)  y = Add (rest, w)", set()),
+    "Keras without a bias": (POOLED, f"{SCALED} {NEGATED} y = Add (w, v)", set()),
+    "a product that is negated": (
+        MOMENTS,
+        f"{SCALED} w = Mul (data, factor)  v = Mul (avg, factor)  minus = Neg (v)  y = Add (w, minus)",
+        set(),
+    ),
+    "Flax": (FAST, f"{SCALED} w = Mul (apart, factor)  y = Add (w, weights)", set()),
+    "Flax, with a bound": (BOUNDED, "normal = Div (apart, root)  y = Mul (normal, weights)", set()),
+    "JAX": (DROPPED, f"{SCALED} w = Mul (factor, apart)  y = Add (w, weights)", set()),
+    "a gate": (MOMENTS, "one_over = Reciprocal (root)  w = Mul (apart, one_over)  y = Mul (data, w)", {"Mul"}),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_layer_norm_in_another_order(tmp_path: Path, order: str) -> None:
+    moments, body, left = ORDERS[order]
+    signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
+    head = HEAD.replace("18", "14")
+    model = onnx.parser.parse_model(f"{head} {signature} {{ {moments} {EPSILON} {body} }}")
+    check(model, tmp_path, 4e-6, "LayerNormalization")
+    assert {*operators(fused(model, tmp_path).graph.graph)} - {"LayerNormalization"} == left
+
+
+@pytest.mark.parametrize("width", [4, 1], ids=["along the channels", "weights of one number"])
+@pytest.mark.parametrize("divided", [DIVIDED, POWERED])
+def test_a_norm_along_another_axis(tmp_path: Path, divided: str, width: int) -> None:
+    """As along the channels of an image. The Transpose before it, and the one behind, cancel others."""
+    row = f"float[{width}, 1] row = {{{', '.join('1234'[:width])}}}"
+    channels = f"""image = Transpose <perm = [0, 2, 1]> (stem)  {CENTERED.replace("-1", "1").replace("wide", "image")}
+        {divided}  w = Mul (normal, row)  behind = Transpose <perm = [0, 2, 1]> (w)  y = Add (behind, weights)"""
+    signature = f"norm (float[batch, 8, 4] data, float[4] weights) => (float[batch, 8, 4] y) <{row}>"
+    body = f"{{ stem = Neg (data) {channels} }}"
+    model = onnx.parser.parse_model(f"{HEAD.replace('18', '14')} {signature} {body}")
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    shapes = {"data": (2, 8, 4), "weights": (4,)}
+    analysis = analyze(path, AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", "LayerNormalization")]
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     "behind",
     [

@@ -1,0 +1,257 @@
+"""Writes means and norms as most exporters write them: c / sqrt(mean(c^2) + e) * g + b, where c is x - mean(x).
+
+XLA's exporters write means as sums over the axis, its size as a divisor and a Reshape that brings the axis back.
+TensorFlow's write norms as x * m + (b - mean(x) * m), where m = g / sqrt(...), and a mean over the last of three axes
+as a pool. Flax takes mean(x^2) - mean(x)^2 for the mean of squares.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.constants import bypass
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import list_of, made_by, only_user, value_before
+from splitc.compiler.frontend.numbered_sizes import fixed_size
+from splitc.compiler.nodes import known_tensor, settings_of
+
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
+# The relative tolerance of a constant that is one over a size.
+_CLOSE = 1e-6
+
+
+def size_of(value: ir.Value | None, axis: int) -> int | None:
+    """An axis' size, if it is a number."""
+    return None if value is None or value.shape is None else fixed_size(value.shape[axis])
+
+
+def is_known(shape: ir.Shape | None) -> bool:
+    """Whether each size of a shape is a number or has a name."""
+    return shape is not None and all(isinstance(size, int) or size.value is not None for size in shape)
+
+
+def added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
+    """The axes that an Unsqueeze adds to a result of so many axes; empty if they are not known."""
+    return {axis % rank for axis in list_of(unsqueeze, "axes") or ()}
+
+
+def keep_axes(view: ir.Node, editor: Editor) -> bool:
+    """Let a reduction keep its axes that a view brings back."""
+    reduced = view.inputs[0]
+    reduction = made_by(reduced, *_REDUCTIONS)
+    if reduction is None or reduced is None or only_user(reduced, view.op_type) is not view:
+        return False
+    if not _brings_back(view, reduction):
+        return False
+    settings = settings_of(reduction) | {"keepdims": 1}
+    editor.replace(view, ir.node(reduction.op_type, reduction.inputs, settings))
+    return True
+
+
+def _brings_back(view: ir.Node, reduction: ir.Node) -> bool:
+    """Whether an Unsqueeze or a Reshape gives a reduced value the axes of size 1 in the places of those reduced."""
+    axes, source = _reduced_axes(reduction), reduction.inputs[0]
+    if axes is None or source is None or source.shape is None or _keeps_axes(reduction):
+        return False
+    if view.op_type == "Unsqueeze":
+        return added_axes(view, len(source.shape)) == axes
+    made, kept = view.outputs[0].shape, [1 if axis in axes else size for axis, size in enumerate(source.shape)]
+    return made is not None and is_known(made) and list(made) == kept
+
+
+def _reduced_axes(reduction: ir.Node) -> set[int] | None:
+    """The axes of a reduction; None if they are not known."""
+    data, axes = reduction.inputs[0], list_of(reduction, "axes")
+    if not axes or data is None or data.shape is None:
+        return None
+    return {axis % len(data.shape) for axis in axes}
+
+
+def average(node: ir.Node, editor: Editor) -> bool:
+    """Replace a sum over axes that is divided by their size, or multiplied by one over it, by a mean."""
+    for total, other in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else (node.inputs,):
+        reduction, number = made_by(total, "ReduceSum"), known_tensor(other)
+        if reduction is None or total is None or number is None or number.size != 1 or total.shape is None:
+            continue
+        axes = _reduced_axes(reduction)
+        if axes is None or len(number.shape) > len(total.shape) or only_user(total, node.op_type) is not node:
+            continue
+        sizes, factor = [size_of(reduction.inputs[0], axis) for axis in axes], float(number.numpy().reshape(()))
+        count = math.prod(size or 0 for size in sizes)
+        if math.isclose(factor * count if node.op_type == "Mul" else factor / (count or 1), 1, rel_tol=_CLOSE):
+            editor.replace(node, _mean(reduction.inputs[0], axes, reduction.attributes.get_int("keepdims", 1), editor))
+            return True
+    return False
+
+
+def average_last(node: ir.Node, editor: Editor) -> bool:
+    """Replace a pool over the last of three axes by a mean."""
+    data = node.inputs[0]
+    if data is None or data.shape is None or len(data.shape) != 3:
+        return False
+    editor.replace(node, _mean(data, {2}, 1, editor))
+    return True
+
+
+def _mean(data: ir.Value | None, axes: set[int], keepdims: int, editor: Editor) -> ir.Node:
+    lists, attributes = editor.lists("ReduceMean", axes=sorted(axes))
+    return ir.node("ReduceMean", [data, *lists], {**attributes, "keepdims": keepdims})
+
+
+def take_root(node: ir.Node, editor: Editor) -> bool:
+    """Replace a power of one half by a square root."""
+    data, made = node.inputs[0], node.outputs[0]
+    is_half = _is_number(node.inputs[1], 0.5)
+    if not is_half or data is None or data.shape is None or made.shape is None or len(data.shape) != len(made.shape):
+        return False
+    if data.dtype is None or not data.dtype.is_floating_point():  # Sqrt takes no integers
+        return False
+    editor.replace(node, ir.node("Sqrt", [data]))
+    return True
+
+
+def _is_number(value: ir.Value | None, number: float) -> bool:
+    """Whether a value is a constant of one element, which is this number."""
+    tensor = known_tensor(value)
+    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == number
+
+
+def center_squares(node: ir.Node, editor: Editor) -> bool:
+    """Replace mean(x^2) - mean(x)^2 by the mean of (x - mean(x))^2."""
+    of_squares, mean = made_by(node.inputs[0], "ReduceMean"), made_by(_root_of(node.inputs[1]), "ReduceMean")
+    data = None if of_squares is None or mean is None else _root_of(of_squares.inputs[0])
+    if of_squares is None or mean is None or data is None or mean.inputs[0] is not data:
+        return False
+    axes, keepdims = _reduced_axes(mean), mean.attributes.get_int("keepdims", 1)
+    if axes is None or axes != _reduced_axes(of_squares) or keepdims != of_squares.attributes.get_int("keepdims", 1):
+        return False
+    centered = _centered(data, mean if keepdims else _kept(mean, axes, editor), editor)
+    squares = editor.before(node, "Mul", centered, centered, dtype=data.dtype)
+    squares.shape = data.shape
+    editor.replace(node, _mean(squares, axes, keepdims, editor))
+    return True
+
+
+def _root_of(value: ir.Value | None) -> ir.Value | None:
+    """The x of x^2; None for any other value."""
+    node = made_by(value, "Mul", "Pow")
+    if node is None:
+        return None
+    is_square = node.inputs[0] is node.inputs[1] if node.op_type == "Mul" else _is_number(node.inputs[1], 2)
+    return node.inputs[0] if is_square else None
+
+
+def _kept(mean: ir.Node, axes: set[int], editor: Editor) -> ir.Node:
+    """The same mean with its axes kept, in the place of views that bring them back."""
+    kept = _mean(mean.inputs[0], axes, 1, editor)
+    editor.graph.insert_after(mean, kept)
+    kept.outputs[0].type = mean.outputs[0].type
+    for view in [node for node, _ in mean.outputs[0].uses() if node.op_type in VIEWS and _brings_back(node, mean)]:
+        bypass(editor.graph, view, kept.outputs[0])
+    return kept
+
+
+def _centered(data: ir.Value, mean: ir.Node, editor: Editor) -> ir.Value:
+    """The difference of a value and its mean, once for all that read it, right behind the mean."""
+    readers = (node for node, _ in mean.outputs[0].uses() if node.graph is editor.graph)
+    subtracting = (node for node in readers if node.op_type == "Sub" and node.inputs[0] is data)
+    node = next(subtracting, None) or ir.node("Sub", [data, mean.outputs[0]])
+    editor.graph.insert_after(mean, node)  # from where it is, if it is there
+    node.outputs[0].type, node.outputs[0].shape = data.type, data.shape
+    return node.outputs[0]
+
+
+def skip_bound(node: ir.Node, editor: Editor) -> bool:
+    """Skip the lower bound 0 of a mean of squares."""
+    for mean, bound in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+        of_squares = made_by(mean, "ReduceMean")
+        if mean is None or of_squares is None or _root_of(of_squares.inputs[0]) is None or not _is_number(bound, 0):
+            continue
+        if bypass(editor.graph, node, mean):
+            editor.graph.remove(node, safe=True)
+            return True
+    return False
+
+
+def center_first(node: ir.Node, editor: Editor) -> bool:
+    """Replace x * m + (b - mean(x) * m) by (x - mean(x)) * m + b; b may be missing."""
+    for product, rest in (node.inputs, node.inputs[::-1]):
+        subtracted = _subtracted(rest)
+        for data, factor in _factors(product):
+            for other, same, bias in subtracted:
+                mean = made_by(other, "ReduceMean")
+                if same is not factor or mean is None or mean.inputs[0] is not data or not _keeps_axes(mean):
+                    continue
+                centered = _centered(data, mean, editor)
+                factors = _weights_last(centered, factor, node, editor) or (centered, factor)
+                if bias is None:
+                    editor.replace(node, ir.node("Mul", factors))
+                else:
+                    scaled = editor.before(node, "Mul", *factors, dtype=data.dtype)
+                    editor.replace(node, ir.node("Add", [scaled, bias]))
+                return True
+    return False
+
+
+def _keeps_axes(reduction: ir.Node) -> bool:
+    return reduction.attributes.get_int("keepdims", 1) == 1
+
+
+def _subtracted(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value, ir.Value | None]]:
+    """The factors p and q, in both orders, and b of a value that is b - p * q; b is None if it is -p * q."""
+    node = made_by(value, "Sub", "Add")
+    one, other = (None, None) if node is None else node.inputs
+    if node is not None and node.op_type == "Sub":
+        return [(*pair, one) for pair in _factors(other)]
+    terms = [(value, None), (one, other), (other, one)]
+    return [(*pair, bias) for term, bias in terms for pair in _factors_of_negative(term)]
+
+
+def _factors_of_negative(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
+    """The two factors whose negated product a value is, in both orders; none for any other value."""
+    if (negated := value_before(value, "Neg")) is not None:
+        return _factors(negated)
+    pairs = [(value_before(one, "Neg"), other) for one, other in _factors(value)]
+    return [(negated, other) for negated, other in pairs if negated is not None]
+
+
+def _factors(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
+    """The two factors of a product, in both orders; none for any other value."""
+    node = made_by(value, "Mul")
+    one, other = (None, None) if node is None else node.inputs
+    return [] if one is None or other is None else [(one, other), (other, one)]
+
+
+def divide_first(node: ir.Node, editor: Editor) -> bool:
+    """Replace x * (1/root * g) by (x * 1/root) * g, if nothing else reads the second factor."""
+    for data, factor in _factors(node.outputs[0]):
+        if only_user(factor, "Mul") is node and (factors := _weights_last(data, factor, node, editor)) is not None:
+            editor.replace(node, ir.node("Mul", factors))
+            return True
+    return False
+
+
+def _weights_last(data: ir.Value, factor: ir.Value, node: ir.Node, editor: Editor) -> tuple[ir.Value, ir.Value] | None:
+    """The two factors of data * factor, where the factor is 1/root * g: data * 1/root, and g. None for other factors.
+
+    A factor that is smaller than the data is cheaper as it is. Of gate * (x * 1/root) the norm is x * 1/root.
+    """
+    if not is_known(factor.shape) or factor.shape != data.shape:
+        return None
+    for reciprocal, weights in _factors(factor):
+        if _is_reciprocal(reciprocal) and (known_tensor(weights) is not None or weights.shape != data.shape):
+            normal = editor.before(node, "Mul", data, reciprocal, dtype=data.dtype)
+            normal.shape = data.shape
+            return normal, weights
+    return None
+
+
+def _is_reciprocal(value: ir.Value) -> bool:
+    """Whether a value is one over another, or over its root."""
+    node = made_by(value, "Reciprocal", "Div", "Pow")
+    if node is None or node.op_type == "Reciprocal":
+        return node is not None
+    return _is_number(node.inputs[0], 1) if node.op_type == "Div" else _is_number(node.inputs[1], -0.5)
