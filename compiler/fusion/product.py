@@ -10,6 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import readers_of
 from splitc.compiler.fusion.operand import Operand, as_operand
 from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.linear import einsum_labels
 
 PRODUCTS = frozenset({"MatMul", "Einsum", "com.microsoft.FusedMatMul"})
 # Returns the number of a value's axes; None if it is not known.
@@ -101,8 +102,8 @@ def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | Non
 
 
 def _read_einsum(equation: str, first: ir.Value, second: ir.Value, rank: int) -> Product | None:
-    terms, arrow, result = equation.replace(" ", "").partition("->")
-    one, _, other = terms.partition(",")
+    terms, arrow, made_of = equation.replace(" ", "").partition("->")
+    one, other, result = (einsum_labels(term, rank) for term in (*terms.split(","), made_of))
     if not arrow or any(len(set(term)) != len(term) or len(term) != rank for term in (one, other, result)):
         return None
     leading = [label for label in result if label in one and label in other]

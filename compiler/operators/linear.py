@@ -75,8 +75,8 @@ def gemm(op: Operation) -> None:
 
 def einsum(op: Operation) -> None:
     sources, arrow, result = op.node.attributes.get_string("equation", "").replace(" ", "").partition("->")
-    terms = [_labels(term, len(axes or ())) for term, axes in zip(sources.split(","), op.inputs, strict=True)]
-    made = _labels(result, len(op.output()))
+    terms = [einsum_labels(term, len(axes or ())) for term, axes in zip(sources.split(","), op.inputs, strict=True)]
+    made = einsum_labels(result, len(op.output()))
     summed = set().union(*terms).difference(made)
     repeated = any(len(set(term)) < len(term) for term in (*terms, made))
     if not arrow or repeated or not all(map(str.isalpha, summed)):
@@ -205,13 +205,13 @@ def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 def einsum_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """Products of two terms at a time, from left to right: 2 for each combination of indices if it sums, else 1."""
     sources, arrow, result = node.attributes.get_string("equation", "").replace(" ", "").partition("->")
-    terms = [_labels(term, len(shape)) for term, shape in zip(sources.split(","), inputs, strict=True)]
+    terms = [einsum_labels(term, len(shape)) for term, shape in zip(sources.split(","), inputs, strict=True)]
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, inputs, strict=True):
         for label, size in zip(term, shape, strict=False):  # an unknown shape is ()
             sizes[label] = max(size, sizes.get(label, 1))
     single = [label for label, count in Counter(sources).items() if count == 1 and label.isalpha()]
-    kept = _labels(result if arrow else "..." + "".join(single), len(outputs[0]))
+    kept = einsum_labels(result if arrow else "..." + "".join(single), len(outputs[0]))
     if len(terms) == 1:
         return math.prod(sizes.values())
     total, left = 0, set(terms[0])
@@ -222,7 +222,7 @@ def einsum_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return total
 
 
-def _labels(term: str, rank: int) -> list[str]:
+def einsum_labels(term: str, rank: int) -> list[str]:
     """The labels of a term's axes. Axes of an ellipsis are numbered from the last one."""
     before, dots, after = term.partition("...")
     inside = rank - len(before) - len(after) if dots else 0

@@ -266,7 +266,7 @@ class _Writer:
         form, size = self.form, self.size
         width = size.heads * self.value_size
         if form.layout == "einsum":
-            made = self._add("Einsum", weights, values, equation="bhla,bahd->blhd")
+            made = self._add("Einsum", weights, values, equation="...hla,...ahd->...lhd")  # as Flax writes it
         elif form.turned:
             order = [0, 2, 1] if form.layout in ("merged", "rows") else [0, 1, 3, 2]
             turned = [self._add("Transpose", each, perm=order) for each in (values, weights)]
