@@ -39,6 +39,8 @@ from splitc.runtime.threads.progress import counting
 
 # The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
 PARTS = 5
+# How often forms that follow from others are looked for. JAX's norms take four rounds.
+_ROUNDS = 8
 # A model with more operations is not run to try its sizes. On one core, these take a second or two.
 MOST_FLOPS = 3 * 10**9
 
@@ -139,7 +141,9 @@ def _folded(graph: Graph) -> Graph:
     with defaults_hidden(graph.graph):
         infer_shapes(graph.model, folds=True)
         is_changed = fold_constants(graph.graph)
-        if use_plain_forms(graph.graph):
+        for _ in range(_ROUNDS):
+            if not use_plain_forms(graph.graph):
+                break
             infer_shapes(graph.model, folds=True)
             is_changed = True
         return replace(graph, reads=complete(graph.model)) if is_changed else graph

@@ -7,7 +7,7 @@ layers as products of two axes. Means and norms: see `frontend.plain_norms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -17,14 +17,21 @@ from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
 from splitc.compiler.frontend.plain_norms import VIEWS, added_axes, is_known, size_of
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.nodes import known_tensor
 
 
 def use_plain_forms(graph: ir.Graph) -> bool:
-    """Rewrite nodes whose sizes are inferred, in place. Returns whether there are any. Replaced nodes stay, unread."""
-    editor, is_changed = Editor(graph), False
-    for node in list(graph):
-        rules = () if node.domain else _RULES.get(node.op_type, ())
-        is_changed = any(rule(node, editor) for rule in rules) or is_changed
+    """Rewrite nodes whose sizes are inferred, in place. Returns whether there were any: others may follow from them."""
+    editor, is_changed, first = Editor(graph), False, dict[Hashable, ir.Value]()
+    for node in [node for node in graph if not node.domain]:
+        key, made = norms.mean_key(node), node.outputs[0]
+        if key is not None and first.setdefault(key, made) is not made:
+            is_changed = bypass(graph, node, first[key]) or is_changed
+        else:
+            is_changed = any(rule(node, editor) for rule in _RULES.get(node.op_type, ())) or is_changed
+    if is_changed:
+        remove_unused(graph)
     return is_changed
 
 
@@ -77,6 +84,27 @@ def _multiply_as_it_is(node: ir.Node, editor: Editor) -> bool:
         return False
     editor.replace(node, ir.node("MatMul", [data, matrix]))
     return True
+
+
+def _broadcast_at_once(node: ir.Node, editor: Editor) -> bool:
+    """Read an input before an Expand to the sizes of the other one, and of the result."""
+    is_changed, made = False, node.outputs[0].shape
+    for number in (0, 1):
+        source, other = value_before(node.inputs[number], "Expand"), node.inputs[1 - number]
+        if source is not None and other is not None and is_known(made) and other.shape == made:
+            node.replace_input_with(number, source)
+            is_changed = True
+    return is_changed
+
+
+def _choose(node: ir.Node, editor: Editor) -> bool:
+    """Bypass a Where whose condition is a constant, the same for all elements."""
+    condition = known_tensor(node.inputs[0])
+    flags = np.array([]) if condition is None else condition.numpy().reshape(-1)
+    if not flags.size or flags.any() != flags.all():
+        return False
+    chosen, made = node.inputs[1 if flags[0] else 2], node.outputs[0].shape
+    return chosen is not None and is_known(made) and chosen.shape == made and bypass(editor.graph, node, chosen)
 
 
 def _select(node: ir.Node, editor: Editor) -> bool:
@@ -149,16 +177,18 @@ _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "Slice": [_trim_slice],
     "Unsqueeze": [_restore, norms.keep_axes],
     "Reshape": [_restore, norms.keep_axes, _multiply_as_it_is],
+    "Expand": [_restore],
+    "Where": [_choose],
     "Squeeze": [_restore],
     "Flatten": [_restore],
     "Gather": [_select],
     "GatherND": [_look_up],
     "Shape": [_read_before],
-    "Div": [norms.average],
-    "Mul": [norms.average, norms.divide_first],
+    "Div": [norms.average, _broadcast_at_once],
+    "Mul": [norms.average, norms.divide_first, _broadcast_at_once],
     "Pow": [norms.take_root],
     "GlobalAveragePool": [norms.average_last],
-    "Sub": [norms.center_squares],
+    "Sub": [norms.center_squares, _broadcast_at_once],
     "Max": [norms.skip_bound],
-    "Add": [norms.center_first],
+    "Add": [norms.center_first, _broadcast_at_once],
 }

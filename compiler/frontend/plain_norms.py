@@ -2,23 +2,24 @@
 
 XLA's exporters write means as sums over the axis, its size as a divisor and a Reshape that brings the axis back.
 TensorFlow's write norms as x * m + (b - mean(x) * m), where m = g / sqrt(...), and a mean over the last of three axes
-as a pool. Flax takes mean(x^2) - mean(x)^2 for the mean of squares.
+as a pool. Flax takes mean(x^2) - mean(x)^2 for the mean of squares. Where a mean is computed twice, once is enough.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import bypass
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import list_of, made_by, only_user, value_before
+from splitc.compiler.frontend.matching import list_of, made_by, only_user, readers_of, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.nodes import known_tensor, settings_of
 
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
+_REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceMax", "ReduceMin")
 # The relative tolerance of a constant that is one over a size.
 _CLOSE = 1e-6
 
@@ -40,15 +41,17 @@ def added_axes(unsqueeze: ir.Node, rank: int) -> set[int]:
 
 def keep_axes(view: ir.Node, editor: Editor) -> bool:
     """Let a reduction keep its axes that a view brings back."""
-    reduced = view.inputs[0]
-    reduction = made_by(reduced, *_REDUCTIONS)
-    if reduction is None or reduced is None or only_user(reduced, view.op_type) is not view:
-        return False
-    if not _brings_back(view, reduction):
+    reduction = made_by(view.inputs[0], *_REDUCTIONS)
+    if reduction is None or not _is_only_reader(view, reduction.outputs[0]) or not _brings_back(view, reduction):
         return False
     settings = settings_of(reduction) | {"keepdims": 1}
     editor.replace(view, ir.node(reduction.op_type, reduction.inputs, settings))
     return True
+
+
+def _is_only_reader(node: ir.Node, value: ir.Value) -> bool:
+    """Whether nothing else reads a value, except its sizes."""
+    return readers_of(value) == [node] and not value.is_graph_output()
 
 
 def _brings_back(view: ir.Node, reduction: ir.Node) -> bool:
@@ -73,16 +76,18 @@ def _reduced_axes(reduction: ir.Node) -> set[int] | None:
 def average(node: ir.Node, editor: Editor) -> bool:
     """Replace a sum over axes that is divided by their size, or multiplied by one over it, by a mean."""
     for total, other in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else (node.inputs,):
-        reduction, number = made_by(total, "ReduceSum"), known_tensor(other)
+        reduction, number = made_by(total, "ReduceSum", "ReduceSumSquare"), known_tensor(other)
         if reduction is None or total is None or number is None or number.size != 1 or total.shape is None:
             continue
         axes = _reduced_axes(reduction)
-        if axes is None or len(number.shape) > len(total.shape) or only_user(total, node.op_type) is not node:
+        if axes is None or len(number.shape) > len(total.shape) or not _is_only_reader(node, total):
             continue
-        sizes, factor = [size_of(reduction.inputs[0], axis) for axis in axes], float(number.numpy().reshape(()))
-        count = math.prod(size or 0 for size in sizes)
+        (data, *_), factor = reduction.inputs, float(number.numpy().reshape(()))
+        count = math.prod(size_of(data, axis) or 0 for axis in axes)
         if math.isclose(factor * count if node.op_type == "Mul" else factor / (count or 1), 1, rel_tol=_CLOSE):
-            editor.replace(node, _mean(reduction.inputs[0], axes, reduction.attributes.get_int("keepdims", 1), editor))
+            if reduction.op_type == "ReduceSumSquare":
+                data = editor.before(node, "Mul", data, data)
+            editor.replace(node, _mean(data, axes, reduction.attributes.get_int("keepdims", 1), editor))
             return True
     return False
 
@@ -145,34 +150,34 @@ def _root_of(value: ir.Value | None) -> ir.Value | None:
 
 
 def _kept(mean: ir.Node, axes: set[int], editor: Editor) -> ir.Node:
-    """The same mean with its axes kept, in the place of views that bring them back."""
+    """The same mean with its axes kept."""
     kept = _mean(mean.inputs[0], axes, 1, editor)
     editor.graph.insert_after(mean, kept)
-    kept.outputs[0].type = mean.outputs[0].type
-    for view in [node for node, _ in mean.outputs[0].uses() if node.op_type in VIEWS and _brings_back(node, mean)]:
-        bypass(editor.graph, view, kept.outputs[0])
     return kept
 
 
 def _centered(data: ir.Value, mean: ir.Node, editor: Editor) -> ir.Value:
-    """The difference of a value and its mean, once for all that read it, right behind the mean."""
-    readers = (node for node, _ in mean.outputs[0].uses() if node.graph is editor.graph)
-    subtracting = (node for node in readers if node.op_type == "Sub" and node.inputs[0] is data)
-    node = next(subtracting, None) or ir.node("Sub", [data, mean.outputs[0]])
-    editor.graph.insert_after(mean, node)  # from where it is, if it is there
+    """The difference of a value and its mean."""
+    node = ir.node("Sub", [data, mean.outputs[0]])
+    editor.graph.insert_after(mean, node)
     node.outputs[0].type, node.outputs[0].shape = data.type, data.shape
     return node.outputs[0]
+
+
+def mean_key(node: ir.Node) -> Hashable:
+    """What two means, or two differences of a value and its mean, have in common that are equal; None for others."""
+    if node.op_type == "ReduceMean":
+        axes = _reduced_axes(node)
+        return None if axes is None else (node.inputs[0], frozenset(axes), _keeps_axes(node))
+    return tuple(node.inputs) if node.op_type == "Sub" and made_by(node.inputs[1], "ReduceMean") is not None else None
 
 
 def skip_bound(node: ir.Node, editor: Editor) -> bool:
     """Skip the lower bound 0 of a mean of squares."""
     for mean, bound in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
         of_squares = made_by(mean, "ReduceMean")
-        if mean is None or of_squares is None or _root_of(of_squares.inputs[0]) is None or not _is_number(bound, 0):
-            continue
-        if bypass(editor.graph, node, mean):
-            editor.graph.remove(node, safe=True)
-            return True
+        if mean is not None and of_squares is not None and _root_of(of_squares.inputs[0]) and _is_number(bound, 0):
+            return bypass(editor.graph, node, mean)
     return False
 
 

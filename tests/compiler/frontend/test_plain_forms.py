@@ -47,7 +47,12 @@ PLAIN = {
         "a = Reshape (x, rows)  b = MatMul (a, matrix)  c = Reshape (b, apart)  y = Neg (c)",
         "MatMul Neg",
     ),
-    "a lookup by a column": ("a = Reshape (ids, column)  y = GatherND (x, a)", "Reshape Gather"),
+    "an Expand without effect": ("a = Shape (x)  b = Expand (x, a)  y = Neg (b)", "Neg"),
+    "an Expand to the sizes of the other factor": ("a = Shape (x)  b = Expand (eight, a)  y = Mul (b, x)", "Mul"),
+    "a choice that is made": ("a = Neg (x)  y = Where (yes, a, x)", "Neg"),
+    "a choice of the other": ("a = Neg (x)  y = Where (no, x, a)", "Neg"),
+    "a mean of squares": ("a = ReduceSumSquare (x, last)  y = Div (a, eight)", "Mul ReduceMean"),
+    "a lookup by a column": ("a = Reshape (ids, column)  y = GatherND (x, a)", "Gather"),
     "a lookup": ("a = Unsqueeze (ids, last)  y = GatherND (x, a)", "Gather"),
 }
 STAY = {
@@ -68,12 +73,19 @@ STAY = {
         "a = Cast <to = 6> (x)  b = Pow (a, half)  y = Cast <to = 1> (b)",
         "Cast Pow Cast",
     ),
+    "an Expand that is read as it is": ("a = Shape (x)  y = Expand (eight, a)", "Shape Expand"),
+    "an Expand of both factors": (
+        "a = Shape (x)  b = Expand (eight, a)  c = Expand (near, a)  y = Add (b, c)",
+        "Shape Expand Add",
+    ),
+    "a choice for each element": ("y = Where (mixed, x, eight)", "Where"),
+    "a choice of a number": ("y = Where (yes, eight, x)", "Where"),
     "another power": ("a = Abs (x)  y = Pow (a, eight)", "Abs Pow"),
     "a slice backwards": ("y = Slice (x, end, begin, last, last)", "Slice"),
     "all of an unknown axis": ("y = Slice (x, none, full, none, one)", "Slice"),
     "sizes of a value that is read": (
-        "a = Transpose <perm = [1, 2, 0]> (x)  b = Shape (a)  c = Expand (eight, b)  y = Add (a, c)",
-        "Transpose Shape Expand Add",
+        "a = Transpose <perm = [1, 2, 0]> (x)  b = Shape (a)  c = Expand (eight, b)  y = Max (a, c)",
+        "Transpose Shape Expand Max",
     ),
     "a view of other sizes": ("b = Reshape (x, other)  y = Neg (b)", "Reshape Neg"),
     "a range of an axis of unknown size": ("y = Gather <axis = 0> (x, range)", "Gather"),
@@ -91,6 +103,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     column = (
         "int64[2] column = {-1, 1}, int64[2] range = {1, 2}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
     )
+    flags = "bool yes = {1}, bool no = {0}, bool[8] mixed = {1, 0, 1, 1, 1, 1, 1, 1}"
     matrices = (
         "float[8, 3] matrix = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6}, "
         "float[4, 4] small = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7}, int64[2] rows = {-1, 8}, "
@@ -99,7 +112,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
-        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}> {{ {nodes} }}"""
+        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}, {flags}> {{ {nodes} }}"""
     )
     onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)  # the file declares all shapes
     feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32), "ids": np.array([2, 0, 1])}

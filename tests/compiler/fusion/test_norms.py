@@ -121,6 +121,10 @@ DROPPED = """powers = Mul (data, data)  square = ReduceMean <axes = [2], keepdim
     flat = ReduceMean <axes = [2], keepdims = 0> (data)  of_avg = Mul (flat, flat)  free = Sub (square, of_avg)
     last = Constant <value_ints = [2]> ()  variance = Unsqueeze (free, last)  avg = Unsqueeze (flat, last)
     apart = Sub (data, avg)"""
+SUMS = """again = ReduceMean <axes = [2]> (data)  n = Constant <value_float = 8.0> ()
+    sum = ReduceSum <keepdims = 0> (data, last)  kept = Unsqueeze (sum, last)  avg = Div (kept, n)
+    apart = Sub (data, again)  also = Sub (data, avg)
+    squares = ReduceSumSquare <axes = [2]> (also)  variance = Div (squares, n)"""
 EPSILON = "small = Constant <value_float = 1e-5> ()  total = Add (variance, small)  root = Sqrt (total)"
 SCALED = "one_over = Reciprocal (root)  factor = Mul (one_over, weights)"
 SHIFTED = "w = Mul (data, factor)  v = Mul (avg, factor)  rest = Sub (weights, v)  y = Add (w, rest)"
@@ -138,6 +142,11 @@ ORDERS = {
     "Flax": (FAST, f"{SCALED} w = Mul (apart, factor)  y = Add (w, weights)", set()),
     "Flax, with a bound": (BOUNDED, "normal = Div (apart, root)  y = Mul (normal, weights)", set()),
     "JAX": (DROPPED, f"{SCALED} w = Mul (factor, apart)  y = Add (w, weights)", set()),
+    "sums of squares": (
+        f"last = Constant <value_ints = [2]> ()  {SUMS}",
+        "normal = Div (apart, root)  w = Mul (normal, weights)  y = Add (w, weights)",
+        set(),
+    ),
     "a gate": (MOMENTS, "one_over = Reciprocal (root)  w = Mul (apart, one_over)  y = Mul (data, w)", {"Mul"}),
 }
 
