@@ -166,10 +166,11 @@ def _centered(data: ir.Value, mean: ir.Node, editor: Editor) -> ir.Value:
 
 def mean_key(node: ir.Node) -> Hashable:
     """What two means, or two differences of a value and its mean, have in common that are equal; None for others."""
-    if node.op_type == "ReduceMean":
-        axes = _reduced_axes(node)
-        return None if axes is None else (node.inputs[0], frozenset(axes), _keeps_axes(node))
-    return tuple(node.inputs) if node.op_type == "Sub" and made_by(node.inputs[1], "ReduceMean") is not None else None
+    if node.op_type == "Sub":
+        return tuple(node.inputs) if made_by(node.inputs[1], "ReduceMean") is not None else None
+    axes, data = _reduced_axes(node) if node.op_type == "ReduceMean" else None, node.inputs[0]
+    is_subtracted = any(user.op_type == "Sub" and user.inputs[0] is data for user, _ in node.outputs[0].uses())
+    return (data, frozenset(axes), _keeps_axes(node)) if axes is not None and is_subtracted else None
 
 
 def skip_bound(node: ir.Node, editor: Editor) -> bool:

@@ -282,7 +282,8 @@ def test_end_of_a_slice_may_be_any_large_number(write_model: WriteModel) -> None
           most = Max(rows, one)
           same = Min(other, four)
           target = Concat <axis = 0> (most, same)
-          y = Expand(all, target) }"""
+          first = Slice(x, zero, one, zero)
+          y = Expand(first, target) }"""
     )
     bound = analyze(path, AskedShapes({"x": (3, 4)}), 1).costs.bound
     assert bound.shapes["y"] == (3, 4)

@@ -35,7 +35,7 @@ ENDS: dict[str, tuple[str, str | None]] = {
     "a softmax over tokens": ("logits = Softmax <axis = 1> (product)", APART),
     "another reader": ("s = ReduceMax (product) d = Tanh (product) logits = Mul (d, s)", "are read by other nodes"),
     "a shape": ("s = Shape (ids) v = Shape <start = 2> (product) all = Concat <axis = 0> (s, v) "
-                "logits = Expand (product, all)", APART),
+                "logits = Expand (product, all)", None),
 }  # fmt: skip
 
 

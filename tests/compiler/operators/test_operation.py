@@ -61,7 +61,7 @@ LINEAR: dict[str, Middle] = {
     "ScatterND": scattered_elements,
     "ReduceSum": lambda b, v: b.op("ReduceSum", v, b.ints(1), keepdims=1),
     "ReduceMean": lambda b, v: b.op("ReduceMean", v, axes=[1]),
-    "GlobalAveragePool": through("GlobalAveragePool"),
+    "GlobalAveragePool": lambda b, v: b.op("GlobalAveragePool", b.op("Unsqueeze", v, b.ints(3))),
     "Einsum": through("Einsum", equation="nth->hnt"),
     "MatMul": lambda b, v: b.op("MatMul", v, b.w("W", HIDDEN, HIDDEN)),
 }

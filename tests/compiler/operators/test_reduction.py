@@ -257,6 +257,12 @@ def pooled_to_one(kind: str) -> Middle:
     return lambda b, v: b.op("Sub", v, b.op(kind, v))
 
 
+def averaged_image(b: Block, v: ir.Value) -> ir.Value:
+    """With two axes of places: of one it would be written as ReduceMean."""
+    image = b.op("Unsqueeze", v, b.ints(3))
+    return b.op("Squeeze", b.op("Sub", image, b.op("GlobalAveragePool", image)), b.ints(3))
+
+
 GRAPHS: dict[str, Tiny] = {
     **{name: sandwich(reduced(name, 1), needs=reduced(name, 2)) for name in REDUCTIONS.split()},
     **{
@@ -270,9 +276,7 @@ GRAPHS: dict[str, Tiny] = {
     "ReduceMean": sandwich(
         averaged_elsewhere, needs=reduced("ReduceMean", 2), whole="", split="CD", sums=3, shares=SHARES
     ),
-    "GlobalAveragePool": sandwich(
-        of_channels(pooled_to_one("GlobalAveragePool")), needs=pooled_to_one("GlobalAveragePool")
-    ),
+    "GlobalAveragePool": sandwich(of_channels(averaged_image), needs=averaged_image),
     "ArgMax": sandwich(best("ArgMax", 1), needs=best("ArgMax", 2)),
     "ArgMin": sandwich(best("ArgMin", 1), needs=best("ArgMin", 2)),
     **{
