@@ -21,8 +21,8 @@ from splitc.compiler.operators.registry import operator_of
 
 # The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.
 _OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
-# Exporters write the end of an axis as the largest number of 64 or of 32 bits.
-ANY_END = (1 << 31) - 1
+# Exporters write the end of an axis as the largest number of 64 or of 32 bits, or (tf2onnx) as a billion.
+ANY_END = 10**9
 
 
 def fold_constants(graph: ir.Graph) -> bool:

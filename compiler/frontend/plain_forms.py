@@ -7,7 +7,7 @@ layers as products of two axes. Means and norms: see `frontend.plain_norms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -16,9 +16,12 @@ from splitc.compiler.frontend import plain_norms as norms
 from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
-from splitc.compiler.frontend.plain_norms import VIEWS, added_axes, is_known, size_of
+from splitc.compiler.frontend.plain_norms import VIEWS, added_axes, factors, is_known, size_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.nodes import known_tensor
+
+# The first opset with the operator Where.
+WHERE = 9
 
 
 def use_plain_forms(graph: ir.Graph) -> bool:
@@ -107,6 +110,49 @@ def _choose(node: ir.Node, editor: Editor) -> bool:
     return chosen is not None and is_known(made) and chosen.shape == made and bypass(editor.graph, node, chosen)
 
 
+def _choose_by_mask(node: ir.Node, editor: Editor) -> bool:
+    """Replace mask * a + (not mask) * b by a Where."""
+    if editor.graph.opset_imports.get("", 17) < WHERE:
+        return False
+    for kept, other in (node.inputs, node.inputs[::-1]):
+        for negated, instead in _masked(other):
+            negation = made_by(negated, "Not")
+            for mask, data in _masked(kept):
+                if negation is not None and negation.inputs[0] is mask and _is_finite(data) and _is_finite(instead):
+                    editor.replace(node, ir.node("Where", [mask, data, instead]))
+                    return True
+    return False
+
+
+def _is_finite(value: ir.Value) -> bool:
+    """Whether a value is no constant that times zero is not zero."""
+    tensor = known_tensor(value)
+    return tensor is None or bool(np.isfinite(tensor.numpy()).all())
+
+
+def _masked(value: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """The mask of a product of a mask and data, before it was cast from booleans, and the data; none for others."""
+    for number, data in factors(value):
+        mask = value_before(number, "Cast")
+        if mask is not None and mask.dtype == ir.DataType.BOOL:
+            yield mask, data
+
+
+def _count_in_integers(node: ir.Node, editor: Editor) -> bool:
+    """Count by a Range of integers that is cast, if the end of a Range is cast: its size is known then."""
+    first, end, step = node.inputs
+    count = value_before(end, "Cast")
+    numbers = [known_tensor(value) for value in (first, step)]
+    if count is None or count.dtype is None or not count.dtype.is_integer() or end is None or end.dtype is None:
+        return False
+    if end.dtype.is_integer() or any(one is None or float(one.numpy()) % 1 for one in numbers):
+        return False
+    whole = [editor.constant(np.array(one.numpy(), count.dtype.numpy())) for one in numbers if one is not None]
+    counted = editor.before(node, "Range", whole[0], count, whole[1], dtype=count.dtype)
+    editor.replace(node, ir.node("Cast", [counted], {"to": end.dtype}))
+    return True
+
+
 def _select(node: ir.Node, editor: Editor) -> bool:
     """Replace a Gather of a range of an axis, or one that takes each of its elements several times."""
     data, indices = node.inputs
@@ -178,6 +224,7 @@ _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "Unsqueeze": [_restore, norms.keep_axes],
     "Reshape": [_restore, norms.keep_axes, _multiply_as_it_is],
     "Expand": [_restore],
+    "Range": [_count_in_integers],
     "Where": [_choose],
     "Squeeze": [_restore],
     "Flatten": [_restore],
@@ -190,5 +237,5 @@ _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "GlobalAveragePool": [norms.average_last],
     "Sub": [norms.center_squares, _broadcast_at_once],
     "Max": [norms.skip_bound],
-    "Add": [norms.center_first, _broadcast_at_once],
+    "Add": [norms.center_first, _choose_by_mask, _broadcast_at_once],
 }

@@ -186,17 +186,17 @@ def center_first(node: ir.Node, editor: Editor) -> bool:
     """Replace x * m + (b - mean(x) * m) by (x - mean(x)) * m + b; b may be missing."""
     for product, rest in (node.inputs, node.inputs[::-1]):
         subtracted = _subtracted(rest)
-        for data, factor in _factors(product):
+        for data, factor in factors(product):
             for other, same, bias in subtracted:
                 mean = made_by(other, "ReduceMean")
                 if same is not factor or mean is None or mean.inputs[0] is not data or not _keeps_axes(mean):
                     continue
                 centered = _centered(data, mean, editor)
-                factors = _weights_last(centered, factor, node, editor) or (centered, factor)
+                last = _weights_last(centered, factor, node, editor) or (centered, factor)
                 if bias is None:
-                    editor.replace(node, ir.node("Mul", factors))
+                    editor.replace(node, ir.node("Mul", last))
                 else:
-                    scaled = editor.before(node, "Mul", *factors, dtype=data.dtype)
+                    scaled = editor.before(node, "Mul", *last, dtype=data.dtype)
                     editor.replace(node, ir.node("Add", [scaled, bias]))
                 return True
     return False
@@ -211,7 +211,7 @@ def _subtracted(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value, ir.Val
     node = made_by(value, "Sub", "Add")
     one, other = (None, None) if node is None else node.inputs
     if node is not None and node.op_type == "Sub":
-        return [(*pair, one) for pair in _factors(other)]
+        return [(*pair, one) for pair in factors(other)]
     terms = [(value, None), (one, other), (other, one)]
     return [(*pair, bias) for term, bias in terms for pair in _factors_of_negative(term)]
 
@@ -219,12 +219,12 @@ def _subtracted(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value, ir.Val
 def _factors_of_negative(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
     """The two factors whose negated product a value is, in both orders; none for any other value."""
     if (negated := value_before(value, "Neg")) is not None:
-        return _factors(negated)
-    pairs = [(value_before(one, "Neg"), other) for one, other in _factors(value)]
+        return factors(negated)
+    pairs = [(value_before(one, "Neg"), other) for one, other in factors(value)]
     return [(negated, other) for negated, other in pairs if negated is not None]
 
 
-def _factors(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
+def factors(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
     """The two factors of a product, in both orders; none for any other value."""
     node = made_by(value, "Mul")
     one, other = (None, None) if node is None else node.inputs
@@ -233,9 +233,9 @@ def _factors(value: ir.Value | None) -> list[tuple[ir.Value, ir.Value]]:
 
 def divide_first(node: ir.Node, editor: Editor) -> bool:
     """Replace x * (1/root * g) by (x * 1/root) * g, if nothing else reads the second factor."""
-    for data, factor in _factors(node.outputs[0]):
-        if only_user(factor, "Mul") is node and (factors := _weights_last(data, factor, node, editor)) is not None:
-            editor.replace(node, ir.node("Mul", factors))
+    for data, factor in factors(node.outputs[0]):
+        if only_user(factor, "Mul") is node and (last := _weights_last(data, factor, node, editor)) is not None:
+            editor.replace(node, ir.node("Mul", last))
             return True
     return False
 
@@ -247,7 +247,7 @@ def _weights_last(data: ir.Value, factor: ir.Value, node: ir.Node, editor: Edito
     """
     if not is_known(factor.shape) or factor.shape != data.shape:
         return None
-    for reciprocal, weights in _factors(factor):
+    for reciprocal, weights in factors(factor):
         if _is_reciprocal(reciprocal) and (known_tensor(weights) is not None or weights.shape != data.shape):
             normal = editor.before(node, "Mul", data, reciprocal, dtype=data.dtype)
             normal.shape = data.shape

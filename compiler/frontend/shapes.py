@@ -228,8 +228,8 @@ def _bind(
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
-    return BoundShapes(
-        {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
+    return BoundShapes(  # a convolution of less data than its kernel has would have a negative size
+        {name: tuple(max(size, 0) if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
         frozenset(
             name
             for name, value in named.items()

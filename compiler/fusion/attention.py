@@ -25,8 +25,8 @@ from splitc.compiler.fusion.softmax import (
     leaves_out_last,
     swaps_last,
     without_nan,
+    zeroes,
 )
-from splitc.compiler.fusion.written_masks import HIDDEN, kept_by
 
 # The most nodes between the product of queries and keys and the Softmax. A choice: both inputs of an Add are searched
 # for the product, so that the time may double with each Add.
@@ -35,6 +35,8 @@ DEEPEST = 16
 # torch.baddbmm is exported with zeros, filled to the shape of the scores. Only up to NO_SHIFT does it change nothing
 # before a softcap or sinks either.
 SHIFT, NO_SHIFT = 1.0, 1e-6
+# Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
+HIDDEN = -1e4
 SHIFTED = "a number is added to all its scores, or a row's maximum is subtracted from them, before"
 NO_SIZES = "the shapes of its queries, keys and values are not known"
 
@@ -68,10 +70,14 @@ class RowScale:
 
 @dataclass(frozen=True)
 class Blanks:
-    """Entirely masked rows: where `rows` [batch or 1, 1, length, 1] is true, `result` has zeros."""
+    """Entirely masked rows: where `rows` [batch or 1, 1, length, 1] is true, `result` has zeros.
+
+    If `hides` is given, `rows` is instead the mask [..., all], which equals it where scores are hidden.
+    """
 
     rows: ir.Value
     result: ir.Value
+    hides: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,10 @@ class _Scores:
 class _Weighing:
     """The product of a Softmax's output (the attention weights) with values [..., all, size].
 
-    `cut`: the last weight of each row, that of a sink, is dropped. For other fields see Attention.
+    - `cut`: the last weight of each row, that of a sink, is dropped.
+    - `zeroed`: a mask by which weights become zero, and which of its values does so; None without one.
+
+    For other fields see Attention.
     """
 
     values: Operand
@@ -150,6 +159,7 @@ class _Weighing:
     guarded: bool = False
     passed: tuple[ir.Value, ...] = ()
     cut: bool = False
+    zeroed: tuple[ir.Value, bool] | None = None
 
 
 def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
@@ -168,6 +178,8 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         raise
     if below.cut != (above.sinks is not None):
         raise NotFusedError("its attention sinks are not both joined before its Softmax and cut off after it")
+    if below.zeroed is not None and all((bias.value, bias.hides) != below.zeroed for bias in above.biases):
+        raise NotFusedError("its attention weights become zero by another mask than its scores have")
     layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
@@ -186,6 +198,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         passed=passed,
         softcap=above.softcap,
         sinks=above.sinks,
+        blanks=None if below.zeroed is None else Blanks(below.zeroed[0], below.output, below.zeroed[1]),
     )
 
 
@@ -214,7 +227,7 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
 
     Raises NotFusedError if other nodes read the weights, or change them in an unknown way.
     """
-    guarded, transposed, cut, straight = False, False, False, value
+    guarded, transposed, cut, straight, zeroed_by = False, False, False, value, None
     passed: list[ir.Value] = []
     while True:
         straight = straight if transposed else value
@@ -225,7 +238,8 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
             raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
             below = _read_weighing(users[0], value, transposed, rank_of)
-            return replace(below, weights=straight, guarded=guarded, passed=tuple(passed), cut=cut)
+            passes = tuple(passed)
+            return replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
         elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:
@@ -234,6 +248,8 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
             transposed, value = not transposed, users[0].outputs[0]
         elif not transposed and not cut and leaves_out_last(users[0], rank_of):
             cut, value = True, users[0].outputs[0]
+        elif not transposed and zeroed_by is None and (mask := zeroes(users[0], value)) is not None:
+            zeroed_by, value = mask, users[0].outputs[0]
         else:
             raise NotFusedError(f"a {users[0].op_type} is between its Softmax and the product with the values")
         passed.append(value)
@@ -282,6 +298,8 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
         above = _find_capped(one, deepest, rank_of)
     elif node.op_type == "Concat":
         above = _find_joined(node, deepest, rank_of)
+    elif node.op_type == "Transpose" and swaps_last(node):
+        above = _find_turned(one, deepest, rank_of)
     else:
         raise NotFusedError(f"a {node.op_type} is between the product of its queries and keys and its Softmax")
     if above.sinks is not None and node.op_type not in PASSED | {"Concat"} and not _changes_nothing(node, one):
@@ -302,6 +320,14 @@ def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     if above.shifted:
         raise NotFusedError(f"{SHIFTED} they are concatenated with attention sinks")
     return replace(above, sinks=sinks, unjoined=scores)
+
+
+def _find_turned(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores whose rows are those of the keys until a Transpose, as Keras multiplies keys with queries."""
+    above = _find_scores(value, deepest - 1, rank_of)
+    if above.biases or above.row_scales or above.sinks is not None or above.shifted:
+        raise NotFusedError("its scores are transposed after they are changed")
+    return replace(above, product=replace(above.product.flipped(), order=above.product.order))
 
 
 def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
@@ -366,9 +392,8 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     reasons = []
     for path, bias in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Add" else 1]:
         assert path is not None and bias is not None
-        kept = kept_by(path, bias)
         try:
-            above = _find_scores(path if kept is None else kept, deepest - 1, rank_of)
+            above = _find_scores(path, deepest - 1, rank_of)
         except NotFusedError as error:
             reasons.append(error)
         else:

@@ -18,6 +18,8 @@ def with_blanks(attention: Attention, sizes: Sizes) -> Attention:
     """The attention with its `blanks`; unchanged if no Where sets rows of its output to zero."""
     output, rank = attention.output, len(attention.order)
     readers = readers_of(output)
+    if attention.blanks is not None:
+        return attention
     if len(readers) != 1 or output.is_graph_output() or attention.is_flat or attention.order != (0, 1, 2, 3)[:rank]:
         return attention
     where = readers[0]

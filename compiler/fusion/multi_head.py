@@ -168,10 +168,29 @@ class Writing:
         if blanks is None:
             return made
         rows, axes = blanks.rows, work.axes(made)
+        if blanks.hides is not None:
+            rows = self._hidden_rows(rows, blanks.hides)
         if len(axes) == 3:
             own = work.axes(rows)
             rows = work.reshape(rows, [own[0], *own[2:]], "blank_rows")
         return work.add("blanked", "Where", [rows, work.editor.scalar(0.0, made), made], made, axes)
+
+    def _hidden_rows(self, mask: ir.Value, hides: bool) -> ir.Value:
+        """Whether a mask hides all scores of a row: [batch or 1, 1, length or 1, 1]."""
+        work, axes = self.work, self.work.axes(mask)
+        if len(axes) != 4 or not is_one(axes[1:2]):
+            raise NotFusedError("its attention weights become zero by a mask for each head")
+        number = work.add("mask_numbers", "Cast", [mask], mask, axes, to=ir.DataType.FLOAT)
+        number.type = ir.TensorType(ir.DataType.FLOAT)
+        lists, attributes = work.editor.lists("ReduceMax", axes=[3])
+        reduction = ir.node("ReduceMin" if hides else "ReduceMax", [number, *lists], {**attributes, "keepdims": 1})
+        work.insert(reduction)
+        own = [*axes[:3], fixed_axis(1)]
+        work.name_value(reduction.outputs[0], "mask_rows", number, own)
+        hidden = work.editor.scalar(1.0 if hides else 0.0, number)
+        rows = work.add("hidden_rows", "Equal", [reduction.outputs[0], hidden], mask, own)
+        rows.type = ir.TensorType(ir.DataType.BOOL)
+        return rows
 
     def _scaled(self, query: Operand) -> Operand:
         """The queries, multiplied or divided by the computed scales of the scores."""

@@ -107,6 +107,16 @@ def without_nan(value: ir.Value) -> ir.Value | None:
     return where.outputs[0] if fits else None
 
 
+def zeroes(node: ir.Node, value: ir.Value) -> tuple[ir.Value, bool] | None:
+    """The mask by which a Where replaces elements of a value by zeros, and which of its values does; else None."""
+    if not is_onnx(node, "Where"):
+        return None
+    mask, then, otherwise = node.inputs
+    hides = otherwise is value
+    fits = mask is not None and (hides or then is value) and constant(then if hides else otherwise) == 0.0
+    return (mask, hides) if fits and mask is not None else None
+
+
 def swaps_last(node: ir.Node) -> bool:
     """Whether a Transpose swaps the last two axes, and no others."""
     order = node.attributes.get_ints("perm", ())

@@ -29,6 +29,8 @@ class Form:
       first; or stay as projected, in an `einsum`.
     - `softmax`: `one` operator; after a small number was added to all scores (`shifted`), or an array that is
       `filled` with zeros; after the highest score was subtracted; or `written` out.
+    - `zeroed`: weights of hidden scores become zero by the same mask after the Softmax.
+    - `keys_first`: scores are the transposed product of keys and queries.
     - `fused_product`: the scores come from ONNX Runtime's FusedMatMul, which scales and transposes.
     """
 
@@ -51,6 +53,8 @@ class Form:
     sinks: bool = False
     widened: bool = False
     fused_product: bool = False
+    zeroed: bool = False
+    keys_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class _Writer:
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
         self._count = 0
+        self.masks: list[str] = []
 
     def model(self, blocks: int) -> onnx.ModelProto:
         size, dtype = self.size, self.form.dtype
@@ -159,6 +164,9 @@ class _Writer:
         elif form.fused_product:
             turned = self._add("Transpose", keys, perm=[0, 1, 3, 2])
             scores = self._add("FusedMatMul", query, turned, domain="com.microsoft", transB=1, alpha=number)
+        elif form.keys_first:
+            factors = [self._add("Transpose", factor, perm=[0, 1, 3, 2]) for factor in (keys, query)]
+            scores = self._add("Transpose", self._add("MatMul", *factors), perm=[0, 1, 3, 2])
         else:
             scores = self._add("MatMul", query, keys)
         if form.scale == "after" and not form.fused_product:
@@ -218,11 +226,11 @@ class _Writer:
     def _biased(self, scores: str) -> str:
         form = self.form
         if form.bias in TRUTHS:
-            low = self._weight(np.array(-np.inf if form.guard else -3e4))
+            low = self._weight(np.array(-np.inf if form.guard and form.bias == "where" else -3e4))
             if form.bias == "where":
                 zero = (low, scores) if form.flipped else (scores, low)
-                mask = self._add("Not", "mask") if form.flipped else "mask"
-                return self._add("Where", mask, *zero)
+                self.masks.append(self._add("Not", "mask") if form.flipped else "mask")
+                return self._add("Where", self.masks[-1], *zero)
             kept = self._add("Mul", self._add("Cast", "mask", to=form.dtype), scores)
             hidden = self._add("Mul", low, self._add("Cast", self._add("Not", "mask"), to=form.dtype))
             return self._add("Add", kept, hidden)
@@ -254,6 +262,9 @@ class _Writer:
             weights = self._add("Div", powers, self._add("ReduceSum", powers, axes, keepdims=1))
         else:
             weights = self._add("Softmax", scores, axis=form.softmax_axis)
+        if form.zeroed:
+            mask, zero = self.masks[-1], self._weight(np.array(0.0))
+            weights = self._add("Where", mask, *((zero, weights) if form.flipped else (weights, zero)))
         if form.wide_softmax or form.widened:
             weights = self._add("Cast", weights, to=form.dtype)
         if form.sinks:
@@ -312,7 +323,7 @@ def _mask_shape(form: Form, sizes: tuple[Any, Any, Any]) -> tuple[Any, ...] | No
 
 
 def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
-    """Random inputs. A mask hides some keys, but not the first."""
+    """Random inputs. A mask hides some keys, but not the first, or (`zeroed`) all keys of a row."""
     random, dtype = np.random.default_rng(seed), helper.tensor_dtype_to_np_dtype(form.dtype)
     made: dict[str, np.ndarray] = {
         "x": random.standard_normal((size.batch, size.length, size.width)).astype(dtype),
@@ -322,6 +333,8 @@ def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
     if shape is not None:
         hidden = random.random(shape) < 0.4
         hidden[..., 0] = False
+        if form.zeroed:
+            hidden[0, :, 0] = True  # a row
         made["mask"] = np.where(hidden, np.finfo(dtype).min / 2, 0.0).astype(dtype)
         if form.bias in TRUTHS:
             made["mask"] = ~hidden

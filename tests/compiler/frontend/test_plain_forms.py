@@ -51,6 +51,15 @@ PLAIN = {
     "an Expand to the sizes of the other factor": ("a = Shape (x)  b = Expand (eight, a)  y = Mul (b, x)", "Mul"),
     "a choice that is made": ("a = Neg (x)  y = Where (yes, a, x)", "Neg"),
     "a choice of the other": ("a = Neg (x)  y = Where (no, x, a)", "Neg"),
+    "a Where by arithmetic": (
+        "m = Greater (x, half)  a = Cast <to = 1> (m)  b = Mul (a, x)  n = Not (m)  c = Cast <to = 1> (n) "
+        "d = Mul (eight, c)  y = Add (d, b)",
+        "Greater Where",
+    ),
+    "a count in floats": (
+        "a = Shape <end = 1> (x)  s = Squeeze (a)  b = Cast <to = 1> (s)  c = Range (zero, b, single)  y = Neg (c)",
+        "Shape Squeeze Range Cast Neg",
+    ),
     "a mean of squares": ("a = ReduceSumSquare (x, last)  y = Div (a, eight)", "Mul ReduceMean"),
     "a lookup by a column": ("a = Reshape (ids, column)  y = GatherND (x, a)", "Gather"),
     "a lookup": ("a = Unsqueeze (ids, last)  y = GatherND (x, a)", "Gather"),
@@ -79,6 +88,15 @@ STAY = {
         "Shape Expand Add",
     ),
     "a choice for each element": ("y = Where (mixed, x, eight)", "Where"),
+    "a Where by arithmetic with infinity": (
+        "m = Greater (x, half)  a = Cast <to = 1> (m)  b = Mul (a, x)  n = Not (m)  c = Cast <to = 1> (n) "
+        "d = Mul (lowest, c)  y = Add (d, b)",
+        "Greater Cast Mul Not Cast Mul Add",
+    ),
+    "a count by halves": (
+        "a = Shape <end = 1> (x)  s = Squeeze (a)  b = Cast <to = 1> (s)  c = Range (zero, b, half)  y = Neg (c)",
+        "Shape Squeeze Cast Range Neg",
+    ),
     "a choice of a number": ("y = Where (yes, eight, x)", "Where"),
     "another power": ("a = Abs (x)  y = Pow (a, eight)", "Abs Pow"),
     "a slice backwards": ("y = Slice (x, end, begin, last, last)", "Slice"),
@@ -103,6 +121,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     column = (
         "int64[2] column = {-1, 1}, int64[2] range = {1, 2}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
     )
+    floats = "float zero = {0}, float single = {1}, float lowest = {-inf}"
     flags = "bool yes = {1}, bool no = {0}, bool[8] mixed = {1, 0, 1, 1, 1, 1, 1, 1}"
     matrices = (
         "float[8, 3] matrix = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6}, "
@@ -112,7 +131,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
-        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}, {flags}> {{ {nodes} }}"""
+        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}, {flags}, {floats}> {{ {nodes} }}"""
     )
     onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)  # the file declares all shapes
     feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32), "ids": np.array([2, 0, 1])}

@@ -16,6 +16,7 @@ from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.loading import read_model
+from splitc.compiler.frontend.plain_forms import use_plain_forms
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, read_symbols
 from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kernels import Gains
@@ -58,6 +59,7 @@ FORMS += [
     replace(form, bias=bias, layout=("heads", "merged", "rows")[(one + other) % 3])
     for (one, form), (other, bias) in product(enumerate(ODD_FORMS), enumerate(("none", "mask", "where")))
 ]
+FORMS += [Form(bias="where", zeroed=True, keys_first=flipped, flipped=flipped) for flipped in (False, True)]
 FORMS += [Form(bias=bias, fused_product=True) for bias in ("none", "mask", "where")]
 FORMS += [Form("late", bias, softmax="shifted", flipped=bias == "mask") for bias in ("none", "mask")]
 FORMS += [Form("after", bias, softmax="filled", flipped=bias == "mask") for bias in ("none", "mask")]
@@ -75,6 +77,8 @@ def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused
     graph = open_graph(path, *read_model(path))
     read_symbols(graph.model)
     infer_shapes(graph.model)
+    while use_plain_forms(graph.graph):
+        infer_shapes(graph.model)
     return fuse(graph, shapes, bind_shapes(graph.model, shapes, defaults=True), ANY)
 
 
