@@ -168,7 +168,9 @@ def mean_key(node: ir.Node) -> Hashable:
     """What two means, or two differences of a value and its mean, have in common that are equal; None for others."""
     if node.op_type == "Sub":
         return tuple(node.inputs) if made_by(node.inputs[1], "ReduceMean") is not None else None
-    axes, data = _reduced_axes(node) if node.op_type == "ReduceMean" else None, node.inputs[0]
+    if node.op_type != "ReduceMean":
+        return None
+    axes, data = _reduced_axes(node), node.inputs[0]
     is_subtracted = any(user.op_type == "Sub" and user.inputs[0] is data for user, _ in node.outputs[0].uses())
     return (data, frozenset(axes), _keeps_axes(node)) if axes is not None and is_subtracted else None
 
