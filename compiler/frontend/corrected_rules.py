@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,6 +61,18 @@ def _of_places(rule: Rule) -> Rule:
             picked = sizes[_places(len(sizes), start, end, step)]
             made.shape, made.const_value = ir.Shape([len(picked)]), None  # in place of the rule's own
             context.set_symbolic_value(made, picked)
+
+    return infer
+
+
+def _of_multiplied_sizes(rule: Rule) -> Rule:
+    """The rule of ReduceProd, corrected: the product of sizes is a size. tf2onnx joins the axes of an Einsum by it."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        sizes, made = context.get_symbolic_value(node.inputs[0]), node.outputs[0]
+        if sizes is not None and made.shape is not None and len(made.shape) <= 1:
+            context.set_symbolic_value(made, [math.prod(sizes)])
 
     return infer
 
@@ -329,6 +342,7 @@ CORRECTED: dict[tuple[str, str], Callable[[Rule], Rule]] = {
     ("", "OneHot"): _of_picked_sizes,
     ("", "Where"): _of_compared_sizes,
     ("", "Slice"): lambda rule: _of_places(_not_beyond(rule)),
+    ("", "ReduceProd"): _of_multiplied_sizes,
     ("", "If"): _of_both_branches,
     ("", "Loop"): _of_loops,
     ("", "Split"): _of_given_sizes,

@@ -159,6 +159,17 @@ def test_axes_that_a_slice_does_not_name_keep_their_sizes(write_model: WriteMode
     assert (str(first), end) == ("n", 6) and middle not in (4, "n")
 
 
+def test_products_of_sizes_are_sizes(write_model: WriteModel) -> None:
+    """By them tf2onnx joins the axes of each Einsum."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, t, 4, 8] x) => (float[r, u, c] y) <int64[2] first = {0, 2}, int64[2] last = {-1, 8}>
+        { sizes = Shape(x)  joined = Gather(sizes, first)  rows = ReduceProd(joined)
+          shape = Concat <axis = 0> (rows, last)  y = Reshape(x, shape) }"""
+    )
+    assert [str(size) for size in inferred(path)["y"][0]] == ["4*n", "t", "8"]
+
+
 def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
     model = read_graph(decoder).model
     infer_shapes(model)
