@@ -237,5 +237,7 @@ _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "GlobalAveragePool": [norms.average_last],
     "Sub": [norms.center_squares, _broadcast_at_once],
     "Max": [norms.skip_bound],
+    "Clip": [norms.skip_bound],
+    "Relu": [norms.skip_bound],
     "Add": [norms.center_first, _choose_by_mask, _broadcast_at_once],
 }

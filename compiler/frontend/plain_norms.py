@@ -176,10 +176,11 @@ def mean_key(node: ir.Node) -> Hashable:
 
 
 def skip_bound(node: ir.Node, editor: Editor) -> bool:
-    """Skip the lower bound 0 of a mean of squares."""
-    for mean, bound in (node.inputs, node.inputs[::-1]) if len(node.inputs) == 2 else ():
+    """Skip the lower bound 0 of a mean of squares, by a Max, a Clip or a Relu."""
+    for mean, *bounds in (node.inputs, node.inputs[::-1]) if node.op_type == "Max" else (node.inputs,):
         of_squares = made_by(mean, "ReduceMean")
-        if mean is not None and of_squares is not None and _root_of(of_squares.inputs[0]) and _is_number(bound, 0):
+        is_lower = node.op_type == "Relu" or (len(bounds) == 1 and _is_number(bounds[0], 0))
+        if mean is not None and of_squares is not None and _root_of(of_squares.inputs[0]) and is_lower:
             return bypass(editor.graph, node, mean)
     return False
 

@@ -141,6 +141,16 @@ ORDERS = {
     ),
     "Flax": (FAST, f"{SCALED} w = Mul (apart, factor)  y = Add (w, weights)", set()),
     "Flax, with a bound": (BOUNDED, "normal = Div (apart, root)  y = Mul (normal, weights)", set()),
+    "a bound by a Clip": (
+        BOUNDED.replace("Max (free, zero)", "Clip (free, zero)"),
+        "normal = Div (apart, root)  y = Mul (normal, weights)",
+        set(),
+    ),
+    "a bound by a Relu": (
+        BOUNDED.replace("Max (free, zero)", "Relu (free)"),
+        "normal = Div (apart, root)  y = Mul (normal, weights)",
+        set(),
+    ),
     "JAX": (DROPPED, f"{SCALED} w = Mul (factor, apart)  y = Add (w, weights)", set()),
     "sums of squares": (
         f"last = Constant <value_ints = [2]> ()  {SUMS}",
