@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -19,20 +19,18 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, check_outputs, model_there, there
-from splitc.runtime.cli.tables import describe_built, describe_collectives
+from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
-from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import parse_fills
-from splitc.runtime.hardware.devices import parse_devices, parse_hosts
-from splitc.runtime.package.manifest import BuildOptions, Manifest
+from splitc.runtime.hardware.devices import parse_hosts
+from splitc.runtime.package.manifest import BuildOptions
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.reports.page_writer import check_report, write_page
-from splitc.runtime.units import format_bytes, parse_bytes, plural
+from splitc.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
     from splitc.compiler.packaging.building import BuildSettings
-    from splitc.compiler.planning.plan import Plan
 
 # Options for engines that are built.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
@@ -44,25 +42,16 @@ def _modules(given: Mapping[str, Any], incomplete: str) -> list[str]:
     return [name for name, _ in name_models(folder, find_models(list(files_of_folder(folder))))]
 
 
-MODEL = typer.Argument(
-    help="The ONNX model, or a folder of several.",
-    metavar="MODEL",
-    autocompletion=completion.models,
-    callback=model_there,
-    is_eager=True,
-)
-
-
-def _source_there(context: typer.Context, model: Path) -> Path | None:
+def _model_there(context: typer.Context, model: Path) -> Path | None:
     """The path. With --export it may also be an id on a Hub, which is not checked."""
     return model if context.params.get("export") else model_there(model)
 
 
-SOURCE = typer.Argument(
+MODEL = typer.Argument(
     help="The ONNX model, or a folder of several.",
     metavar="MODEL",
     autocompletion=completion.models,
-    callback=_source_there,
+    callback=_model_there,
     is_eager=True,
 )
 EXPORT = typer.Option(
@@ -112,17 +101,12 @@ def _need_libraries() -> None:
         )
 
 
-def _with_libraries(request: Request) -> Request:
-    _need_libraries()
-    return request
-
-
 def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]:
     """The names of the devices to plan for; none if none are given, for all GPUs of this machine."""
     return device if hosts is None else [str(device) for device in parse_hosts(hosts)]
 
 
-_request = request_reader(_with_libraries)
+_request = request_reader()
 
 
 def _build_settings(
@@ -160,6 +144,7 @@ def _build_settings(
     ),
 ) -> BuildSettings:
     """How to build TensorRT engines."""
+    _need_libraries()
     from splitc.compiler.packaging.building import BuildSettings
 
     if build_when not in ("now", "later"):
@@ -194,34 +179,23 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     """Show what each device would hold, against its budget. Nothing is built."""
-    from splitc.compiler.api import plan_model
-    from splitc.compiler.packaging.refusals import with_refusals
-    from splitc.compiler.planning.plan_file import to_file, write_plan
-    from splitc.compiler.show.plan_tables import check_explained, print_explained, print_plan
+    _need_libraries()
+    # Imported here, as in compile, since a machine that only runs packages has no onnx.
+    from splitc.compiler.cli.decided import Asked, decide
+    from splitc.compiler.show.plan_tables import print_explained
 
     check_outputs({"--output": output, "--report": report}, [model])
     check_report(report)
-    if model.is_dir():
-        from splitc.compiler.cli.folders import plan_folder
-
-        plan_folder(model, devices, request, module, swap, output, explain, report, as_json)
-        return
-    _need_folder(model, module, swap)
-    with shown_bars():
-        decided = plan_model(model, devices, request)
-    if explain:
-        check_explained(decided)
-    decided = with_refusals(decided)
+    kind, decided = decide(Asked(model, devices, request, module, swap), explain)
+    decided = kind.warned(decided)
     if output:
-        write_plan(decided, output)
+        kind.save(decided, output)
     if report:
-        from splitc.compiler.show.plan_page import plan_page
-
-        write_page(report, plan_page(decided))
+        write_page(report, kind.page(decided))
     if as_json:
-        print_json(to_file(decided))
+        print_json(kind.content(decided))
         return
-    print_plan(decided)
+    kind.show(decided)
     if explain:
         print_explained(decided)
     if output:
@@ -236,7 +210,7 @@ def compile_command(
     request: Request,
     devices: list[str],
     build: BuildSettings,
-    model: Path = SOURCE,
+    model: Path = MODEL,
     export: bool = EXPORT,
     module: list[str] = MODULES,
     swap: bool = SWAP,
@@ -262,76 +236,27 @@ def compile_command(
     as_json: bool = JSON,
 ) -> None:
     """Split a model, or a folder of models, over devices and write the package that runs it."""
-    # Imported here, as in plan, since a machine that only runs packages has no onnx.
-    from splitc.compiler.packaging.package import compile_model
+    from splitc.compiler.cli.decided import Asked, decide_to_compile
     from splitc.compiler.packaging.staging import check_target, check_weights
     from splitc.compiler.pipelines.exporting import exported
-    from splitc.compiler.planning.plan_file import to_file
-    from splitc.compiler.show.plan_tables import print_plan
 
     def say(text: str) -> None:
         if not as_json:
             print_to_the_end(lambda: out.print(text, soft_wrap=True))
 
-    given = partial(is_given, context)
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
     how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
     check_weights(weights)
     check_target(package, force)
-    if export or model.is_dir():
-        from splitc.compiler.cli.folders import compile_folder
-
-        with exported(str(model), package) if export else nullcontext(model) as folder:
-            compile_folder(folder, package, devices, request, module, swap, plan_path, given, as_json, how)
-        return
-    _need_folder(model, module, swap)
-    decided = _decide(model, plan_path, devices, request, build, given)
-    if not as_json:
-        print_to_the_end(lambda: print_plan(decided))
-    with shown_bars():
-        manifest = compile_model(decided, package, **how)
-    print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
-
-
-def _decide(
-    model: Path,
-    plan_path: Path | None,
-    devices: list[str],
-    request: Request,
-    build: BuildSettings,
-    given: Callable[[str], bool],
-) -> Plan:
-    """The plan in the file; without a file, a new plan."""
-    from splitc.compiler.api import plan_model
-    from splitc.compiler.modes.replanning import plan_from_file
-    from splitc.compiler.packaging.building import check_settings
-    from splitc.compiler.planning.plan_file import read_plan
-    from splitc.compiler.planning.settled import check_settled
-
-    if plan_path:
-        check_settled(plan_path, read_plan(plan_path), request, devices, given)
-        return plan_from_file(model, plan_path, request.trust_external_data)
-    check_settings(choose_engine(request.engine, parse_devices(devices)), build)  # before the model is read
-    with shown_bars():
-        return plan_model(model, devices, request)
-
-
-def _need_folder(model: Path, modules: list[str], swap: bool) -> None:
-    """Raise MisuseError for an option of folders with a single model."""
-    if swap:
-        raise MisuseError(f"--swap is for the models of a folder, and {model} is one model: leave it out")
-    if modules:
-        raise MisuseError(f"--module names a model of a folder, and {model} is one model: leave it out")
-
-
-def _print_written(package: Path, manifest: Manifest) -> None:
-    size = format_bytes(sum(file.bytes for file in manifest.files if file.hash is not None))
-    linked = ", beside links to the model's data" if any(file.hash is None for file in manifest.files) else ""
-    if (said := describe_collectives(manifest)) is not None:
-        out.print(said)
-    out.print(f"wrote {package}: {plural(len(manifest.devices), 'rank')}, {size}{linked}")
-    if manifest.build is not None and manifest.build.built is None:
-        out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
+    with exported(str(model), package) if export else nullcontext(model) as source:
+        kind, decided = decide_to_compile(
+            Asked(source, devices, request, module, swap), plan_path, partial(is_given, context), build
+        )
+        if not as_json:
+            print_to_the_end(lambda: kind.show(decided))
+        with shown_bars():
+            written = kind.compile(decided, package, **how)
+        print_to_the_end(lambda: print_json(kind.content(decided)) if as_json else kind.show_written(package, written))
 
 
 def build_command(

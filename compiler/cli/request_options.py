@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import typer
 
@@ -15,7 +15,6 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.engines.kinds import KINDS
 
-T = TypeVar("T")
 COMPLETERS: Mapping[str, Callable[..., Any]] = {
     "split_mode": one_of(known_modes()),
     "fallback": one_of(FALLBACKS),
@@ -27,15 +26,15 @@ COMPLETERS: Mapping[str, Callable[..., Any]] = {
 HELP: Mapping[str, str] = {"split_mode": describe_modes()}
 
 
-def request_reader(make: Callable[[Request], T]) -> Callable[..., T]:
-    """A function that takes the options as keyword arguments, named like the fields, and calls `make` with a Request.
+def request_reader() -> Callable[..., Request]:
+    """A function that makes a Request of the options, as keyword arguments named like the fields.
 
     Typer reads its signature.
     """
     options = options_of_requests()
 
-    def read(**given: Any) -> T:
-        return make(Request(**{name: option.read(given[name]) for name, option in options.items()}))
+    def read(**given: Any) -> Request:
+        return Request(**{name: option.read(given[name]) for name, option in options.items()})
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_typer(name, option), annotation=option.kind)
