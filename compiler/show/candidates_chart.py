@@ -39,27 +39,28 @@ def candidates_section(plan: Plan) -> Section | None:
     )
 
 
-def _is_chosen(plan: Plan, candidate: Alternative) -> bool:
+def is_chosen(plan: Plan, candidate: Alternative) -> bool:
+    """Whether auto mode chose this candidate."""
     return (plan.choice or "").startswith(f"{candidate.name}: ")
 
 
-def _seconds(plan: Plan, candidate: Alternative) -> float:
-    """The time that the objective minimizes."""
-    return candidate.latency if plan.objective == "latency" else candidate.interval
+def seconds_for(objective: str, candidate: Alternative) -> float:
+    """The time that an objective minimizes."""
+    return candidate.latency if objective == "latency" else candidate.interval
 
 
 def _unbeaten(plan: Plan, possible: list[Alternative]) -> list[Alternative]:
     """The candidates that no other one beats in both time and memory, fastest first."""
-    both = [(_seconds(plan, candidate), max(candidate.peaks)) for candidate in possible]
+    both = [(seconds_for(plan.objective, candidate), max(candidate.peaks)) for candidate in possible]
     best = [candidate for candidate, own in zip(possible, both, strict=True) if not _is_beaten(own, both)]
-    return sorted(best, key=lambda candidate: _seconds(plan, candidate))
+    return sorted(best, key=lambda candidate: seconds_for(plan.objective, candidate))
 
 
 def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> Chart:
     """The chart. The best candidates have numbers instead of names, which would overlap."""
     alt = altair()
     is_latency = plan.objective == "latency"
-    seconds = [_seconds(plan, candidate) for candidate in possible]
+    seconds = [seconds_for(plan.objective, candidate) for candidate in possible]
     peaks = [max(candidate.peaks) for candidate in possible]
     (time, second), (size, byte) = unit_for(max(seconds), SECONDS), unit_for(max(peaks), BYTES)
     numbers_at = _numbers(plan, best, max(seconds) - min(seconds), max(peaks))
@@ -67,7 +68,7 @@ def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> 
         {
             "candidate": candidate.name,
             "mode": _mode(candidate),
-            "chosen": _is_chosen(plan, candidate),
+            "chosen": is_chosen(plan, candidate),
             "number": numbers_at.get(candidate.name, ""),
             "best": candidate in best,
             "time": took / second,
@@ -109,7 +110,10 @@ def _numbers(plan: Plan, best: list[Alternative], time: float, peak: float) -> d
     first: Alternative | None = None
     for number, candidate in enumerate(best, 1):
         if first is not None:
-            apart = abs(_seconds(plan, candidate) - _seconds(plan, first)), abs(max(candidate.peaks) - max(first.peaks))
+            apart = (
+                abs(seconds_for(plan.objective, candidate) - seconds_for(plan.objective, first)),
+                abs(max(candidate.peaks) - max(first.peaks)),
+            )
             if apart[0] <= NEAR[0] * time and apart[1] <= NEAR[1] * peak:
                 labels[first.name] += f", {number}"
                 continue
@@ -135,7 +139,7 @@ def _table(plan: Plan) -> Table:
     numbers = ("a request", "in a stream", "fullest device")
     rows = []
     for candidate in plan.alternatives:
-        name = f"{candidate.name} (chosen)" if _is_chosen(plan, candidate) else candidate.name
+        name = f"{candidate.name} (chosen)" if is_chosen(plan, candidate) else candidate.name
         if candidate.refused is not None:
             rows.append((name, "", "", "", candidate.refused))
         else:

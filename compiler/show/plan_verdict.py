@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from splitc.compiler.analysis.blocks import PLACED
-from splitc.compiler.planning.plan import Alternative, Plan
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.show.candidates_chart import is_chosen, seconds_for
 from splitc.compiler.show.plan_tables import how_timed
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import format_bytes, format_seconds
@@ -66,23 +68,20 @@ def _stages(plan: Plan) -> Iterator[str]:
 def _others(plan: Plan) -> Iterator[str]:
     """Sentences about candidates of auto mode that would be better for another objective."""
     possible = [candidate for candidate in plan.alternatives if candidate.refused is None]
-    chosen = next((one for one in possible if (plan.choice or "").startswith(f"{one.name}: ")), None)
+    chosen = next((candidate for candidate in possible if is_chosen(plan, candidate)), None)
     if chosen is None:
         if plan.choice is None and len(plan.ranks) > 1:
             yield "Only this mode was planned: without --split-mode all are compared."
         return
     said = False
     other, what = ("throughput", "in a stream") if plan.objective == "latency" else ("latency", "for a request")
-
-    def seconds(candidate: Alternative) -> float:
-        return candidate.interval if other == "throughput" else candidate.latency
-
-    faster = min(possible, key=seconds)
-    if seconds(faster) * (1 + WORTH) < seconds(chosen):
+    faster = min(possible, key=partial(seconds_for, other))
+    least, own = seconds_for(other, faster), seconds_for(other, chosen)
+    if least * (1 + WORTH) < own:
         said = True
         yield (
-            f"{faster.name} would take {format_seconds(seconds(faster))} {what} rather than "
-            f"{format_seconds(seconds(chosen))}: --objective {other}."
+            f"{faster.name} would take {format_seconds(least)} {what} rather than {format_seconds(own)}: "
+            f"--objective {other}."
         )
     smaller = min(possible, key=lambda candidate: max(candidate.peaks))
     if max(smaller.peaks) * (1 + WORTH) < max(chosen.peaks):
