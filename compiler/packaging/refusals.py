@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,17 +77,12 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
 
 def _describe(plan: Plan, refusals: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
     """Warnings, one for each operator and reason."""
-    blocks: dict[tuple[str, str], dict[str, None]] = {}
-    counts: Counter[tuple[str, str]] = Counter()
-    firsts: dict[tuple[str, str], str] = {}
+    alike: dict[tuple[str, str], list[tuple[Sequence[Stage], Refusal]]] = {}
     for stages, refusal in refusals:
-        key = (refusal.operator, refusal.reason.splitlines()[0])
-        blocks.setdefault(key, {}).update(dict.fromkeys(stage.blocks[0].name for stage in stages))
-        counts[key] += len(stages)
-        firsts.setdefault(key, refusal.node)
-    return [
-        f"{plan.engine} does not take {operator} ({plural(count, 'node')} in {block_range(list(blocks[key]))}, "
-        f"first '{firsts[key]}'): {reason}"
-        for key, count in counts.items()
-        for operator, reason in (key,)
-    ]
+        alike.setdefault((refusal.operator, refusal.reason.splitlines()[0]), []).append((stages, refusal))
+    warnings = []
+    for (operator, reason), places in alike.items():
+        blocks = [stage.blocks[0].name for stages, _ in places for stage in stages]  # one for each node
+        where = f"{plural(len(blocks), 'node')} in {block_range(list(dict.fromkeys(blocks)))}"
+        warnings.append(f"{plan.engine} does not take {operator} ({where}, first '{places[0][1].node}'): {reason}")
+    return warnings
