@@ -57,22 +57,16 @@ class _Listed(msgspec.Struct):
     path: str
 
 
-class _AnyManifest(msgspec.Struct):
-    """The fields that manifests of all versions have."""
-
-    splitc: str
-    files: list[_Listed]
-
-
 class _Named(msgspec.Struct):
     name: str
 
 
-class _AnyPipeline(msgspec.Struct):
-    """The fields that pipeline files of all versions have."""
+class _Contents(msgspec.Struct):
+    """The fields that files of packages have in all versions: manifests `splitc`, and those of pipelines `modules`."""
 
-    modules: list[_Named]
     files: list[_Listed]
+    splitc: str | None = None
+    modules: list[_Named] | None = None
 
 
 def _foreign(target: Path) -> str | None:
@@ -80,7 +74,7 @@ def _foreign(target: Path) -> str | None:
     if not target.is_dir():
         return "is a file"
     try:
-        ours = _files_of(target)
+        ours = _listed(target / (PIPELINE if (target / PIPELINE).exists() else FILE_NAME))
     except (OSError, msgspec.DecodeError):
         return "is no package"
     ours |= {parent for path in ours for parent in path.parents}
@@ -89,20 +83,14 @@ def _foreign(target: Path) -> str | None:
     return None if other is None else f"has {other.relative_to(target)} in it, which is not the package's"
 
 
-def _files_of(package: Path) -> set[Path]:
-    """The files that a package lists as its own and its modules'. Raises OSError or DecodeError if it is no package."""
-    if not (package / PIPELINE).exists():
-        return _listed(package, FILE_NAME, msgspec.json.decode((package / FILE_NAME).read_bytes(), type=_AnyManifest))
-    pipeline = msgspec.json.decode((package / PIPELINE).read_bytes(), type=_AnyPipeline)
-    files = _listed(package, PIPELINE, pipeline)
-    for folder in (package / module.name for module in pipeline.modules):
-        manifest = msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=_AnyManifest)
-        files |= _listed(folder, FILE_NAME, manifest)
-    return files
-
-
-def _listed(folder: Path, name: str, manifest: _AnyManifest | _AnyPipeline) -> set[Path]:
-    return {folder / name, folder / STAMP, *(folder / file.path for file in manifest.files)}
+def _listed(path: Path) -> set[Path]:
+    """The files that a manifest lists, or a pipeline's file with its modules. Raises OSError or DecodeError else."""
+    contents = msgspec.json.decode(path.read_bytes(), type=_Contents)
+    if (contents.splitc if path.name == FILE_NAME else contents.modules) is None:
+        raise msgspec.ValidationError(f"{path} is another program's")
+    folder, modules = path.parent, contents.modules or ()
+    own = {path, folder / STAMP, *(folder / file.path for file in contents.files)}
+    return own.union(*(_listed(folder / module.name / FILE_NAME) for module in modules))
 
 
 def written_aside(target: Path, replace: bool) -> contextlib.AbstractContextManager[Path]:
