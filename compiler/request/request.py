@@ -170,6 +170,7 @@ class Request:
     headroom: int = request_field(
         DEFAULT_HEADROOM,
         "--headroom",
+        minimum=0,
         kind=str,
         read=parse_bytes,
         shown="1GiB",
@@ -369,8 +370,8 @@ class Request:
 
 def _as_on_the_command_line(option: Option, value: Any) -> Any:
     """A field's value. Text is read as the command line reads it, and numbers have the same limits."""
-    if option.kind in (str, str | None):
-        return option.read(value) if isinstance(value, str) else value
+    if option.kind in (str, str | None) and isinstance(value, str):
+        return option.read(value)
     if option.kind == list[str] and option.read is not as_given:
         texts = [value] if isinstance(value, str) else value
         is_text = isinstance(texts, Sequence) and bool(texts) and all(isinstance(text, str) for text in texts)

@@ -25,6 +25,7 @@ def test_text_is_read_as_on_the_command_line() -> None:
     ("numbers", "message"),
     [
         ({"batch_groups": 0}, "--batch-groups 0: it is a number from 1 on"),
+        ({"headroom": -1}, "--headroom -1: it is a number from 0 on"),
         ({"row_min": -5}, "--row-min -5: it is a number from 1 on"),
         ({"pipeline_stages": 1.5}, "--pipeline-stages 1.5: it is a number from 1 on"),
         ({"lora_slots": True}, "--lora-slots True: it is a number from 1 on"),
