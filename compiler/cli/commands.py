@@ -218,17 +218,17 @@ def compile_command(
     plan_path: Path | None = typer.Option(
         None,
         "--plan",
-        help="A plan from 'splitc plan -o'. Options below must agree.",
+        help="A plan from 'splitc plan -o'. Other options must agree with it.",
         callback=there("plan"),
     ),
     weights: str = typer.Option(
         "copy",
         "--weights",
-        help="copy: into the package. link: hard links to the model's data, where that fits.",
+        help="copy: into the package. link: hard links to the model's data, where possible.",
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
-        True, "--verify/--no-verify", help="Compare with the unsplit model, if the package computes otherwise than it."
+        True, "--verify/--no-verify", help="Compare with the unsplit model, if the package computes differently."
     ),
     jobs: int | None = JOBS,
     fill: list[str] = FILL,

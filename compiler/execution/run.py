@@ -21,8 +21,8 @@ Scratch = Callable[[ir.Node], tuple[int, ...]]
 def arena_bytes(graph: EngineGraph, scratch: Scratch, on_host: bool = True) -> int:
     """The bytes that ONNX Runtime's arena uses in one run of a graph, if it is empty before.
 
-    The addresses of regions decide which of two equal free chunks is used: on GPUs both directions are replayed, and
-    the larger result is taken. `on_host` is as for `Arena`.
+    Of free chunks of equal size the arena takes the one at the lowest address. On GPUs regions may come at rising or
+    falling addresses, so both are replayed, and the larger result is taken. `on_host` is as for `Arena`.
     """
     steps = find_steps(graph, scratch, on_host)
     arenas = [Arena(on_host, downwards) for downwards in ((True,) if on_host else (True, False))]

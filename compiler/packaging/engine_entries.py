@@ -38,7 +38,7 @@ PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 def engine_entry(
     path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str], on_gpu: bool
 ) -> m.EngineFile:
-    """The entry of the graph's file, at this path in the package, without what `written_entry` says.
+    """The entry of the graph's file, at this path in the package, without its `written_fields`.
 
     - `group`: the ranks of the graph's collectives, if it has any.
     - `uncertain`: the model's values whose sizes depend on data.
@@ -56,8 +56,8 @@ def engine_entry(
     )
 
 
-def written_entry(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
-    """What an engine's entry says of the graph as it is written, by field: of its capture, and of its products.
+def written_fields(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
+    """The fields of an engine's entry that depend on the graph as it is written: on its capture, and on its products.
 
     `on_gpu`: ONNX Runtime runs it on a GPU.
     """

@@ -20,7 +20,7 @@ from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus, keep_on_gpu
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.building import find_builder
-from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights, written_entry
+from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights, written_fields
 from splitc.compiler.packaging.manifest_entries import rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.unmasked import without_masks
@@ -61,15 +61,15 @@ class _Engine:
         return {path: graph for path, graph in forms.items() if graph is not None}
 
     def written(self, on_gpu: bool) -> _Engine:
-        """With what its entry says of the written files: the weights that sessions share, and the forms' paths."""
+        """With the fields that depend on the written files: the weights that sessions share, and the forms' paths."""
         adapted, unmasked = (
             None if graph is None else f"{self.path.parent.name}/{self._beside(form).name}"
             for form, graph in (("adapted", self.adapted), ("unmasked", self.unmasked))
         )
-        return self.saying(weights=shareable_weights(self.graph, on_gpu), adapted=adapted, unmasked=unmasked)
+        return self.with_fields(weights=shareable_weights(self.graph, on_gpu), adapted=adapted, unmasked=unmasked)
 
-    def saying(self, **fields: Any) -> _Engine:
-        """With these fields of its entry."""
+    def with_fields(self, **fields: Any) -> _Engine:
+        """The engine with these fields of its entry."""
         return replace(self, entry=msgspec.structs.replace(self.entry, **fields))
 
     def _beside(self, form: str) -> Path:
@@ -91,7 +91,7 @@ def write_rank(
     """
     rank, is_built = plan.ranks[number], find_kind(plan.engine).is_built
     on_gpu = plan.engine == ONNXRUNTIME and rank.device.kind == "cuda"
-    _suit(plan, program.graphs, on_gpu)
+    _rewrite_for_onnxruntime(plan, program.graphs, on_gpu)
     paths = _graph_paths(writer.folder / f"rank{number}", stem or f"stage{rank.group}", len(program.graphs))
     engines = [
         _Engine(path, _entry(plan, path, graph, program, on_gpu), graph)
@@ -105,7 +105,7 @@ def write_rank(
         for engine in engines:
             for graph in engine.graphs.values():
                 decompose_for_gpus(graph, _opset(plan), plan.analysis.costs.bound.shapes)
-    engines = [engine.saying(**written_entry(engine.graph, on_gpu)) for engine in engines]
+    engines = [engine.with_fields(**written_fields(engine.graph, on_gpu)) for engine in engines]
     graphs = {path: graph for engine in engines for path, graph in engine.graphs.items()}
     weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
     entries = [(engine if is_built else engine.written(on_gpu)).entry for engine in engines]
@@ -113,8 +113,8 @@ def write_rank(
     return WrittenRank(rank_entry(rank, program, entries, list(overrides.values())), weights)
 
 
-def _suit(plan: Plan, graphs: Sequence[ir.Graph], on_gpu: bool) -> None:
-    """Rewrite graphs for ONNX Runtime. On a GPU they can be captured, have fewer nodes, and share weights, in place."""
+def _rewrite_for_onnxruntime(plan: Plan, graphs: Sequence[ir.Graph], on_gpu: bool) -> None:
+    """Rewrite graphs in place, if ONNX Runtime runs them: on a GPU for capture, fewer nodes and shared weights."""
     if plan.engine != ONNXRUNTIME:
         return
     shapes = plan.analysis.costs.bound.shapes
@@ -145,7 +145,7 @@ def _to_build(name: str, engine: _Engine, sizes: dict[str, m.Sizes]) -> _Engine:
     """The engine of the kind `name` that is built from the file."""
     entry = engine.entry
     path = find_builder(name).engine_path(Path(entry.path).parent, engine.path.stem, entry.group)
-    return engine.saying(path=path.as_posix(), source=entry.path, sizes=sizes, convolves=False)
+    return engine.with_fields(path=path.as_posix(), source=entry.path, sizes=sizes, convolves=False)
 
 
 def _with_forms(plan: Plan, engine: _Engine, on_gpu: bool, is_alone: bool) -> _Engine:

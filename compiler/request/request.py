@@ -154,7 +154,7 @@ class Request:
         metavar="DEVICE[:LAYERS]",
         kind=str | None,
         read=parse_experts,
-        help="Put the experts of all, or the first LAYERS, layers there.",
+        help="Put the experts of all layers, or of the first LAYERS, on a device.",
         only=PLACING,
         why=WHY_NOT_PLACED,
         planned=_used_up,
@@ -181,7 +181,7 @@ class Request:
         HOST,
         "--weights-at",
         kind=str,
-        help="disk: CPU devices map weight files.",
+        help="disk: CPU devices read weights from mapped files.",
         planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(

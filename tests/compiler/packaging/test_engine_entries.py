@@ -15,7 +15,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.packaging.engine_entries import is_left_alone, written_entry
+from splitc.compiler.packaging.engine_entries import is_left_alone, written_fields
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.products import Product
 from tests.conftest import LAYER, Arrays
@@ -212,9 +212,9 @@ def test_products_of_any_number_of_rows_are_listed() -> None:
         b.op("Concat", b.op("MatMul", again, b.op("Transpose", again, perm=[1, 0])), b.op("Identity", fixed), axis=1)
     )
     graph = b.model().graph
-    assert written_entry(graph, on_gpu=True)["products"] == [
+    assert written_fields(graph, on_gpu=True)["products"] == [
         Product(4, 8, "float32"),
         Product(8, 4, "float32"),
         Product(8, 6, "float32", transposed=True),
     ]
-    assert written_entry(graph, on_gpu=False)["products"] == []
+    assert written_fields(graph, on_gpu=False)["products"] == []
