@@ -19,7 +19,7 @@ from splitc.compiler.packaging.build_messages import Job, Refusal
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
-from splitc.runtime.errors import MisuseError, PackageError, SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import describe_files
@@ -179,8 +179,7 @@ def _jobs(folder: Path, manifest: Manifest) -> Iterator[Job]:
     for number, rank in enumerate(manifest.ranks):
         gpu = device_named(rank.device).index
         for engine in rank.engines:
-            if engine.source is None:
-                raise PackageError(f"{engine.path} has no ONNX file to build it from")
+            assert engine.source is not None, "read_sources has looked, and compile_model has just written them"
             where = f"{engine.source} (rank {number}, {rank.device}, {rank.blocks[0]} to {rank.blocks[-1]})"
             yield Job(str(folder / engine.source), str(folder / engine.path), engine.sizes, where, gpu)
 

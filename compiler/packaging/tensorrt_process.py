@@ -153,17 +153,24 @@ def _config(
 
         return create_config_rtx(builder, network, **wanted)
     if not hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
-        types = _number_types(job)
-        wanted["fp16"] = "FLOAT16" in types
-        if "FLOAT16" in types:
-            _keep_float32(trt, network, job)
-            wanted["precision_constraints"] = "obey"
-        wanted["int8"] = "INT8" in types
+        wanted |= _precisions(trt, network, job)
     # Collectives inside engines were a preview in 10.16.
     previews = [feature for name, feature in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
     if previews:
         wanted["preview_features"] = previews
     return create_config(builder, network, **wanted)
+
+
+def _precisions(trt: ModuleType, network: Any, job: Job) -> dict[str, Any]:
+    """The precisions that a network that is not strongly typed may compute in: those of the graph's numbers."""
+    import onnx_ir as ir
+
+    graph = ir.load(job.source).graph
+    types = {value.dtype for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+    if ir.DataType.FLOAT16 not in types:
+        return {"fp16": False, "int8": ir.DataType.INT8 in types}
+    _keep_float32(trt, network, job)
+    return {"fp16": True, "int8": ir.DataType.INT8 in types, "precision_constraints": "obey"}
 
 
 def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
@@ -185,14 +192,6 @@ def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
             layer.precision = trt.float32
         for number in range(layer.num_outputs):
             layer.set_output_type(number, trt.float32)
-
-
-def _number_types(job: Job) -> set[str]:
-    """The number types of the graph's inputs, outputs and weights."""
-    import onnx_ir as ir
-
-    graph = ir.load(job.source).graph
-    return {str(value.dtype) for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
 
 
 def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:

@@ -34,13 +34,7 @@ def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
     own = [value for value in plain.inputs if value.name in masks]
     for value in own:
         for node in [use.node for use in value.uses()]:
-            node.replace_input_with(BIAS, None)
-            node.attributes["causal"] = ir.AttrInt64("causal", 1)
-            if (window := windows.get(value.name or "")) is not None:
-                node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
-            # A token sees at least itself, so no row is NaN for lack of keys.
-            if (zeroed := without_nan(node.outputs[0])) is not None:
-                zeroed.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+            _hide_later_tokens(node, windows.get(value.name or ""))
     blanks = [value for value in plain.inputs if value.name in preamble.blanks]
     for node in [use.node for value in blanks for use in value.uses()]:
         if (kept := node.inputs[KEPT]) is not None:
@@ -49,6 +43,17 @@ def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
     remove_unused_inputs(plain, [*own, *blanks])
     remove_unused(plain)
     return plain
+
+
+def _hide_later_tokens(attention: ir.Node, window: int | None) -> None:
+    """Let attention itself hide later tokens, and those before a window if there is one, instead of by its mask."""
+    attention.replace_input_with(BIAS, None)
+    attention.attributes["causal"] = ir.AttrInt64("causal", 1)
+    if window is not None:
+        attention.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
+    # A token sees at least itself, so no row is NaN for lack of keys.
+    if (zeroed := without_nan(attention.outputs[0])) is not None:
+        zeroed.replace_all_uses_with(attention.outputs[0], replace_graph_outputs=True)
 
 
 def write_preamble(preamble: Preamble | None, ranks: Sequence[m.Rank], writer: PackageWriter) -> list[m.Rank]:

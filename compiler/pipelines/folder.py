@@ -147,21 +147,16 @@ def read_folder(
     if not models:
         raise ModelError(f"{path} has no ONNX file in it (*.onnx), nor in its subfolders")
     named, unused = _name_models(path, models)
-    spare = _find_spare(named)
-    if wanted:
-        chosen = dict.fromkeys(module for name in wanted for module in need_modules(name, list(named), "--module"))
-        spare = {name: "--module does not name it" for name in named if name not in chosen}
-    else:
-        chosen = dict.fromkeys(name for name in named if name not in spare)
-    unused |= {named[name].path: why for name, why in spare.items()}
+    chosen, others = _choose(named, wanted)
+    unused |= {named[name].path: why for name, why in others.items()}
     modules = [use for name in chosen for use in _uses(name, named[name], bound)]
     _check_names([(module.name, module.facts.path) for module in modules])
     data = {file for facts in models.values() for file in facts.data_files}
     left_out = [_leave_out(path, model.relative_to(path).as_posix(), why) for model, why in unused.items()]
-    others = [file for file in files if file not in models and Path(os.path.normpath(path / file)) not in data]
-    weights = [file for file in others if file.name.lower().endswith(OTHER_WEIGHTS)]
+    beside = [file for file in files if file not in models and Path(os.path.normpath(path / file)) not in data]
+    weights = [file for file in beside if file.name.lower().endswith(OTHER_WEIGHTS)]
     left_out += [_leave_out(path, file.as_posix(), "weights in another format") for file in weights]
-    travel = [file for file in others if file not in weights]
+    travel = [file for file in beside if file not in weights]
     if not trusts_links:
         _check_inside(path, [*models, *travel], models)
     return ModelFolder(path, tuple(modules), tuple(travel), tuple(left_out))
@@ -208,6 +203,15 @@ def _name_models(
     _check_names([(name, facts.path) for name, facts in names])
     unused = {facts.path: f"{GENAI} does not name it" for facts in models.values() if facts.path not in used}
     return dict(names), unused
+
+
+def _choose(named: Mapping[str, ModelFacts], wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The models to take, by name, and the others with the reason to leave them out."""
+    if not wanted:
+        spare = _find_spare(named)
+        return [name for name in named if name not in spare], spare
+    chosen = dict.fromkeys(module for name in wanted for module in need_modules(name, list(named), "--module"))
+    return list(chosen), {name: "--module does not name it" for name in named if name not in chosen}
 
 
 def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:
