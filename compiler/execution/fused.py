@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -82,7 +82,7 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
 
 def _without(nodes: Nodes, same: Mapping[ir.Value, ir.Value]) -> Nodes:
     """The nodes without those whose results are replaced."""
-    return nodes.without(set(map(producer_of, same)), _replaced(nodes.reads, same)) if same else nodes
+    return replace(nodes.without(set(map(producer_of, same))), reads=_replaced(nodes.reads, same)) if same else nodes
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -40,9 +41,15 @@ class Nodes:
         own = self.readers.get(value, ())
         return own[0] if len(own) == 1 and value not in self.kept else None
 
-    def without(self, gone: Container[ir.Node], reads: Reads) -> Nodes:
-        """A copy without some nodes, with new `reads`."""
-        return Nodes([node for node in self.order if node not in gone], reads, self.kept)
+    def without(
+        self, gone: Container[ir.Node], own: Mapping[ir.Node, Sequence[ir.Value]] = MappingProxyType({})
+    ) -> Nodes:
+        """A copy without the nodes that are `gone`. Those in `own` read other values than before."""
+
+        def read(node: ir.Node) -> Iterable[ir.Value]:
+            return own[node] if node in own else self.reads(node)
+
+        return Nodes([node for node in self.order if node not in gone], read if own else self.reads, self.kept)
 
 
 def crossing_values(nodes: Sequence[ir.Node], reads: Reads) -> list[list[ir.Value]]:

@@ -74,7 +74,7 @@ def find_gelus(nodes: Nodes, came: Mapping[ir.Value, ir.Value]) -> tuple[Nodes, 
     for node in nodes.order:
         if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
             gelus[node] = came.get(node.inputs[0], node.inputs[0])
-    return nodes.without(inner, lambda node: [gelus[node]] if node in written else nodes.reads(node)), gelus
+    return nodes.without(inner, {node: [gelus[node]] for node in written}), gelus
 
 
 def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
@@ -93,11 +93,8 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
                     silus.add(node)
                     between.update(inner)
                     break
-
-    def read(node: ir.Node) -> list[ir.Value]:
-        return [value for value in nodes.reads(node) if value not in between]
-
-    return nodes.without({producer_of(value) for value in between}, read), silus
+    own = {node: [value for value in nodes.reads(node) if value not in between] for node in silus}
+    return nodes.without(set(map(producer_of, between)), own), silus
 
 
 def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
@@ -192,14 +189,11 @@ def find_normed_sums(nodes: Nodes, alike: Alike) -> tuple[Nodes, frozenset[ir.No
             continue
         if one.shape is not None and len(one.shape) == 3 and alike(one, other):
             additions[node] = maker
-    inner = set(additions.values())
-
-    def read(node: ir.Node) -> list[ir.Value]:
-        if node not in additions:
-            return list(nodes.reads(node))
-        return [*nodes.reads(additions[node]), *(value for value in nodes.reads(node) if value is not node.inputs[0])]
-
-    return nodes.without(inner, read), frozenset(additions)
+    own = {
+        norm: [*nodes.reads(addition), *(value for value in nodes.reads(norm) if value is not norm.inputs[0])]
+        for norm, addition in additions.items()
+    }
+    return nodes.without(set(additions.values()), own), frozenset(additions)
 
 
 @dataclass(frozen=True)

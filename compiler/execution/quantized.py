@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import onnx_ir as ir
 
@@ -89,13 +89,9 @@ def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
             own[end] = [sources.get(value) or value for value in nodes.reads(node)]
             stands_for[end] = node
             inner.update(between)
-
-    def read(node: ir.Node) -> Iterable[ir.Value]:
-        return own.get(node) or nodes.reads(node)
-
-    left = {value for node in nodes.order if node not in inner for value in read(node)}
-    gone = [value for value in sources if value not in left and value not in nodes.kept]
-    return nodes.without(inner.union(map(producer_of, gone)), read), stands_for
+    left = nodes.without(inner, own)
+    unread = (value for value in sources if value not in left.readers and value not in nodes.kept)
+    return left.without(set(map(producer_of, unread))), stands_for
 
 
 def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> bool:

@@ -74,19 +74,17 @@ def without_own_sizes(nodes: Nodes) -> Nodes:
     Such a size is concatenated with numbers, at the place it has in the input. So ONNX Runtime writes a 0 for it, which
     means the same (ReshapeFusion, core/optimizer/reshape_fusion.cc).
     """
-    given = {node: node.inputs[1] for node in nodes.order if node.op_type == "Reshape" and _has_own_sizes(node)}
-
-    def read(node: ir.Node) -> list[ir.Value]:
-        return [value for value in nodes.reads(node) if value is not given.get(node)]
-
-    readers = Counter(value for node in nodes.order for value in read(node))
+    reshapes = [node for node in nodes.order if node.op_type == "Reshape" and _has_own_sizes(node)]
+    own = {node: [value for value in nodes.reads(node) if value is not node.inputs[1]] for node in reshapes}
+    nodes = nodes.without((), own)
+    readers = Counter(value for node in nodes.order for value in nodes.reads(node))
     gone = set[ir.Node]()
     for node in reversed(nodes.order):
         sizes = any(value.dtype == ir.DataType.INT64 for value in node.outputs)
         if sizes and not any(readers[value] or value in nodes.kept for value in node.outputs):
-            readers.subtract(read(node))
+            readers.subtract(nodes.reads(node))
             gone.add(node)
-    return nodes.without(gone, read)
+    return nodes.without(gone)
 
 
 def _has_own_sizes(reshape: ir.Node) -> bool:
