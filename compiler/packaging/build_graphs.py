@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -130,18 +131,14 @@ def engine_sizes(
     `ranges` are the smallest, the typical and the largest shapes of the model's inputs. Raises ModelError if the size
     of an engine's input can't be known.
     """
-    inputs: dict[tuple[tuple[str, Shape], ...], list[list[dict[str, Known]]]] = {}
-    keys = [tuple(shapes.items()) for shapes in ranges]
-    for key, shapes in zip(keys, ranges, strict=True):
-        if key not in inputs:
-            inputs[key] = _run_on_shapes(programs, shapes)
-    smallest, typical, largest = (inputs[key] for key in keys)
+    run = cache(lambda shapes: _run_on_shapes(programs, dict(shapes)))  # they are often the same shapes
+    by_range = [run(tuple(shapes.items())) for shapes in ranges]
     return [
         [
             {name: _sizes(low[name], middle[name], high[name]) for name in low}
             for low, middle, high in zip(*three, strict=True)
         ]
-        for three in zip(smallest, typical, largest, strict=True)
+        for three in zip(*by_range, strict=True)
     ]
 
 
