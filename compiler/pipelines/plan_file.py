@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -15,6 +14,7 @@ from splitc.compiler.pipelines.plan import ModulePlan, PipelinePlan, module_name
 from splitc.compiler.planning.plan_file import PlanFile, read_json, to_file
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, written_whole
+from splitc.runtime.package.checks import is_inside
 
 SCHEMA = 1
 
@@ -112,7 +112,9 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
         raise MisuseError(f"{path} is no plan: {error}") from error
     if file.schema != SCHEMA:
         raise MisuseError(f"{path} has schema version {file.schema}, and this splitc reads {SCHEMA}: plan again")
-    need_paths(path, [*file.files, *(entry.source for entry in file.modules.values())])
+    paths = (*file.modules, *file.files, *(entry.source for entry in file.modules.values()))
+    if (outside := next((place for place in paths if not is_inside(place)), None)) is not None:
+        raise MisuseError(f"{path} names '{outside}', which leads out of its folder: paths begin in it")
     modules = [_read_module(folder, path, name, entry, trusts_data) for name, entry in file.modules.items()]
     files = tuple(map(PurePosixPath, file.files))
     read = ModelFolder(folder, tuple(module.module for module in modules), files, tuple(file.left_out))
@@ -121,13 +123,6 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
     plan = PipelinePlan(read, tuple(modules), budgets, common, file.swap)
     need_fit(plan)
     return plan
-
-
-def need_paths(file: Path, paths: Iterable[str]) -> None:
-    """Raise MisuseError for a path that leads out of the folder."""
-    for path in paths:
-        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-            raise MisuseError(f"{file} names {path}, which is not in the folder: paths begin in it")
 
 
 def _read_module(folder: Path, path: Path, name: str, entry: ModuleEntry, trusts_data: bool) -> ModulePlan:

@@ -105,11 +105,15 @@ def test_plan_comes_back_from_its_file(folder: Path, tmp_path: Path) -> None:
     assert "of cpu0 together, which may use 0.98 KiB" in said(
         "compile", folder, "--plan", plan, "-o", tmp_path / "p", code=3
     )
-    content["files"].append("../secret")
-    plan.write_text(json.dumps(content))
-    assert "names ../secret, which is not in the folder" in said(
-        "compile", folder, "--plan", plan, "-o", tmp_path / "p", code=2
-    )
+    modules = {("../unet" if name == "unet" else name): module for name, module in content["modules"].items()}
+    for outside, edited in (
+        ("../secret", {**content, "files": [*content["files"], "../secret"]}),
+        ("../unet", {**content, "modules": modules}),
+    ):
+        plan.write_text(json.dumps(edited))
+        assert f"names '{outside}', which leads out of its folder" in said(
+            "compile", folder, "--plan", plan, "-o", tmp_path / "p", code=2
+        )
 
 
 def test_check_compares_each_module_with_its_own_model(folder: Path, package: Path, tmp_path: Path) -> None:
