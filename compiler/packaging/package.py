@@ -50,8 +50,8 @@ def compile_model(
       these files were written in place.
     - `threads`: recorded as the number for each CPU device.
     - `force`: replace a package that is there.
-    - `verify`: whether the model must run on the planned sizes, and whether a package that computes otherwise than the
-      model (`Plan.rewrites`) is compared with it. Each package is loaded once in any case.
+    - `verify`: whether the model must run on the planned sizes, and whether a package that computes differently from
+      the model (`Plan.rewrites`) is compared with it. Each package is loaded once in any case.
     - `jobs`: files written at once, and engines built if memory allows; None for as many as there are cores.
     - `build`: how engines are built that are not ONNX files. `fills`: how arrays for inputs are made up.
     - `warn`, `say`: called with deviations from the request, and with results of these checks.

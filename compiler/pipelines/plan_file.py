@@ -112,6 +112,8 @@ def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False)
         raise MisuseError(f"{path} is no plan: {error}") from error
     if file.schema != SCHEMA:
         raise MisuseError(f"{path} has schema version {file.schema}, and this splitc reads {SCHEMA}: plan again")
+    if not file.modules:
+        raise MisuseError(f"{path} has no modules: leave those in it that the package is for, or plan again")
     paths = (*file.modules, *file.files, *(entry.source for entry in file.modules.values()))
     if (outside := next((place for place in paths if not is_inside(place)), None)) is not None:
         raise MisuseError(f"{path} names '{outside}', which leads out of its folder: paths begin in it")

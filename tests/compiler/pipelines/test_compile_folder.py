@@ -106,14 +106,13 @@ def test_plan_comes_back_from_its_file(folder: Path, tmp_path: Path) -> None:
         "compile", folder, "--plan", plan, "-o", tmp_path / "p", code=3
     )
     modules = {("../unet" if name == "unet" else name): module for name, module in content["modules"].items()}
-    for outside, edited in (
-        ("../secret", {**content, "files": [*content["files"], "../secret"]}),
-        ("../unet", {**content, "modules": modules}),
+    for message, edited in (
+        ("names '../secret', which leads out of its folder", {**content, "files": [*content["files"], "../secret"]}),
+        ("names '../unet', which leads out of its folder", {**content, "modules": modules}),
+        ("has no modules", {**content, "modules": {}}),
     ):
         plan.write_text(json.dumps(edited))
-        assert f"names '{outside}', which leads out of its folder" in said(
-            "compile", folder, "--plan", plan, "-o", tmp_path / "p", code=2
-        )
+        assert message in said("compile", folder, "--plan", plan, "-o", tmp_path / "p", code=2)
 
 
 def test_check_compares_each_module_with_its_own_model(folder: Path, package: Path, tmp_path: Path) -> None:
