@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PlanKind:
     """What the commands do with the plans of one kind.
 
     - `show` prints a plan, `page` makes its page, `content` is that of its plan.json, and `save` writes this file.
@@ -65,7 +65,7 @@ class Kind:
     show_written: Callable[[Path, Any], None]
 
 
-def decide(asked: Asked, explain: bool = False) -> tuple[Kind, Any]:
+def decide(asked: Asked, explain: bool = False) -> tuple[PlanKind, Any]:
     """The plan of a model or of a folder, and its kind. Raises MisuseError if it can't `explain` such a plan."""
     model, devices, request = asked.model, asked.devices, asked.request
     if model.is_dir():
@@ -83,7 +83,7 @@ def decide(asked: Asked, explain: bool = False) -> tuple[Kind, Any]:
 
 def decide_to_compile(
     asked: Asked, path: Path | None, given: Callable[[str], bool], build: BuildSettings
-) -> tuple[Kind, Any]:
+) -> tuple[PlanKind, Any]:
     """The plan in the file at `path`, or without one a new plan, and its kind.
 
     Raises MisuseError for an option that was `given` and contradicts the file, and as `check_settings` does.
@@ -95,7 +95,7 @@ def decide_to_compile(
     return decide(asked)
 
 
-def _read(asked: Asked, path: Path, given: Callable[[str], bool]) -> tuple[Kind, Any]:
+def _read(asked: Asked, path: Path, given: Callable[[str], bool]) -> tuple[PlanKind, Any]:
     model, devices, request = asked.model, asked.devices, asked.request
     if model.is_dir():
         flags = {"-d": bool(devices), "--module": bool(asked.modules), "--swap": asked.swap}
@@ -137,8 +137,8 @@ def _size(manifests: Iterable[Manifest]) -> str:
     return format_bytes(sum(file.bytes for manifest in manifests for file in manifest.files if file.hash is not None))
 
 
-MODEL = Kind(print_plan, plan_page, to_file, write_plan, with_refusals, compile_model, _show_written)
-FOLDER = Kind(
+MODEL = PlanKind(print_plan, plan_page, to_file, write_plan, with_refusals, compile_model, _show_written)
+FOLDER = PlanKind(
     print_pipeline,
     pipeline_page,
     to_pipeline_file,
