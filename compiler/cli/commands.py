@@ -113,7 +113,7 @@ def _build_settings(
     build_when: str = typer.Option(
         "now",
         "--build",
-        help="now; or later: only write ONNX files, for 'splitc build' elsewhere.",
+        help="now, or later: only ONNX files, for 'splitc build' elsewhere.",
         autocompletion=one_of(("now", "later")),
         **TENSORRT,
     ),

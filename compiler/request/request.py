@@ -89,7 +89,7 @@ class Request:
         "--pipeline-stages",
         minimum=1,
         kind=int,
-        help="In tensor mode: stages. The devices of a stage share its blocks.",
+        help="In tensor mode: how many stages. A stage's devices share its blocks.",
         only=["tensor"],
         why="; layer mode makes a stage for each device",
         planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
@@ -99,7 +99,7 @@ class Request:
         "--batch-groups",
         minimum=1,
         kind=int,
-        help="Groups of devices. Each has the whole model, and computes its rows of a batch.",
+        help="How many groups of devices. Each has the whole model, and its rows of a batch.",
         planned=lambda file: 1 if file.split_mode == "batch" else file.batch_groups,
     )
     main_device: str | None = request_field(
@@ -132,8 +132,8 @@ class Request:
         "--tensor-split",
         kind=str | None,
         read=_read_shares,
-        help="Each device's share of the weights, as in 3,1. Default: whatever is best for the objective; in row and "
-        "tensor mode, in proportion to the budgets. In batch mode: of the rows; default: by the devices' speed.",
+        help="Each device's share of the weights, in batch mode of the rows, as in 3,1. Default: best for the "
+        "objective; in row and tensor mode by budgets, in batch mode by speed.",
         planned=lambda file: None if file.split_mode == "layer" else [rank.share for rank in file.ranks],
     )
     place: Sequence[Place] = request_field(
@@ -181,7 +181,7 @@ class Request:
         HOST,
         "--weights-at",
         kind=str,
-        help="disk: CPU devices read weights from mapped files.",
+        help="disk: CPU devices read mapped files.",
         planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(
