@@ -6,7 +6,7 @@ Each kind of engine has a module with a `BUILDER`, which fulfils `Builder`. This
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -14,10 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.build_messages import Job, Refusal
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
-from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.written import link_file
@@ -39,12 +37,6 @@ class Builder(Protocol):
 
     def check_here(self, engine: str) -> None:
         """Raise MisuseError if this machine can't build such engines."""
-
-    def prepare(self, analysis: Analysis, programs: Sequence[RankProgram]) -> Iterable[RankProgram]:
-        """The ranks' programs with the input sizes that engines are built for. Their graphs are prepared, in place.
-
-        Raises ModelError if the size of an engine's input can't be known.
-        """
 
     def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
         """The engine's file for a stage's ONNX file. `group` are the ranks of collectives inside the engine, if any."""

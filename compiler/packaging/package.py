@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.building import BuildSettings, check_settings, find_builder, finish_package
 from splitc.compiler.packaging.manifest_entries import make_manifest
 from splitc.compiler.packaging.onnx_files import PlacedWeights
@@ -113,7 +114,7 @@ def _programs(plan: Plan) -> Iterable[RankProgram]:
     """The ranks' programs, made one at a time unless engines are built for sizes, which depend on all programs."""
     programs = (plan.program(number) for number in range(len(plan.ranks)))
     if find_kind(plan.engine).is_built:
-        return find_builder(plan.engine).prepare(plan.analysis, list(programs))
+        return fit_to_build(plan.analysis, list(programs))
     return programs
 
 

@@ -19,11 +19,8 @@ from typing import IO
 import msgspec
 import onnx_ir as ir
 
-from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.build_messages import Failed, Finished, Job, Message, Order, Progress, Refusal
 from splitc.compiler.packaging.building import BuildError
-from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import cores, host_memory
@@ -102,9 +99,6 @@ class TensorrtBuilder:
                 "with --build later and finish it there with 'splitc build PACKAGE', or use --engine tensorrt-rtx, "
                 "which builds here for RTX GPUs, or --engine onnxruntime, which builds nothing"
             )
-
-    def prepare(self, analysis: Analysis, programs: Sequence[RankProgram]) -> Iterator[RankProgram]:
-        return fit_to_build(analysis, programs)
 
     def engine_path(self, folder: Path, stage: str, group: Sequence[int]) -> Path:
         """A file beside the engine's source, with Triton's name if the engine has collectives inside."""
