@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.collectives.threads import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape
+from splitc.runtime.package.steps import Reduce
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.threads.futures import Executor
 
@@ -152,9 +153,26 @@ def _sizes(*three: Known) -> Sizes:
     return Sizes((low, middle, high), tuple(numbers) if len(numbers) == 3 else None)
 
 
+class ShapeExchange:
+    """A rank's exchange of shapes, by `queues` from each rank to each. A sum has the shape of its parts."""
+
+    def __init__(self, rank: int, queues: Mapping[tuple[int, int], SimpleQueue[Any]]) -> None:
+        self._rank, self._queues = rank, queues
+
+    def send(self, target: int, name: str, value: Any) -> None:
+        self._queues[self._rank, target].put(value)
+
+    def receive(self, source: int, name: str) -> Any:
+        return self._queues[source, self._rank].get()
+
+    def all_reduce(self, step: Reduce, parts: Any) -> Any:
+        return parts
+
+
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
     """The inputs of each engine of each rank if the model's inputs have these shapes."""
-    transports = connect(len(programs), lambda operation, total, part: None)
+    ranks = range(len(programs))
+    queues = {(source, target): SimpleQueue[Any]() for source in ranks for target in ranks}
     engines = [list(map(ShapeEngine, program.graphs)) for program in programs]
 
     def run(rank: int) -> None:
@@ -164,8 +182,8 @@ def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape])
             for name in programs[rank].inputs
         }
         program = Program(programs[rank].steps, engines[rank])
-        execute(program, transports[rank], lambda: fed)
+        execute(program, ShapeExchange(rank, queues), lambda: fed)
 
     with Executor(len(programs)) as pool:
-        list(pool.map(run, range(len(programs))))
+        list(pool.map(run, ranks))
     return [[engine.given for engine in own] for own in engines]

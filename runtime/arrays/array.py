@@ -1,4 +1,4 @@
-"""Arrays: number types that numpy lacks, sums, zeros that are allocated later."""
+"""Arrays: number types that numpy lacks, reductions, zeros that are allocated later."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Array = npt.NDArray[Any]
 # Gives arrays of these shapes and types, by name.
 Allocate = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[str, Array]]
 
+# What reduces two arrays, by the operation of a Reduce step.
 OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
@@ -41,8 +42,3 @@ class Zeros:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-def accumulate_arrays(operation: str, total: Array, part: Array) -> None:
-    """Reduce `part` into `total`, in place, by `sum` or `max`."""
-    OPERATIONS[operation](total, part, out=total)

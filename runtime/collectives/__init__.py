@@ -1,11 +1,9 @@
-"""How ranks exchange values: send, receive, all-reduce, all-gather."""
+"""How ranks exchange values: what each value is called, and what a rank's program uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from splitc.runtime.engines import Communicator
 from splitc.runtime.errors import HandOverError
 from splitc.runtime.package.steps import Reduce
 
@@ -42,33 +40,6 @@ class Exchange(Protocol):
         """Reduce the parts of all ranks of the step. Each rank passes one part for each name in the step.
 
         Parts are reduced in the order of the ranks, so the result has the same bits each time. Parts may be
-        overwritten. The results are shared and must not be written to. If a rank passes a Failure, all ranks get that
-        instead.
-        """
-
-
-class Collectives(Exchange, Protocol):
-    """One rank's end of all collectives of a session. `rank` is its number."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def begin(self, request: int) -> None:
-        """Begin the request with this number, which is the same on all ranks. Later exchanges belong to it.
-
-        A rank that receives a value of another request raises HandOverError.
-        """
-
-    def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
-        """Gather a value from each of these ranks. Returns them in order, or the first Failure among them.
-
-        The values are Python objects, which are passed on unchanged.
-        """
-
-    def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
-        """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
-
-        With `uses_operators`, the collectives inside engines are splitc's own operators.
-
-        Raises PackageError if the library is missing, and the error of any other rank of the group.
+        overwritten. The results may be shared, and must not be written to. If a rank passes a Failure, all ranks get
+        that instead.
         """

@@ -27,8 +27,8 @@ class Mail(Protocol):
     def tell(self, target: int, label: Label, value: Any) -> None:
         """Send a value to a rank. Does not wait until it is received. Raises RuntimeError if the rank is gone."""
 
-    def hear(self, source: int) -> tuple[Label, Any]:
-        """Wait for the next value from a rank. Returns it with its label."""
+    def hear(self, source: int) -> tuple[Label, Any] | Failure:
+        """Wait for the next value from a rank. Returns it with its label; a Failure if all waits were ended."""
 
 
 def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> None:
@@ -40,14 +40,17 @@ def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Lab
 
 
 def hear_labelled(mail: Mail, rank: int, source: int, label: Label) -> Any:
-    """The next value from a rank. It must have this label."""
-    sent, value = mail.hear(source)
+    """The next value from a rank, which must have this label; or a Failure."""
+    heard = mail.hear(source)
+    if isinstance(heard, Failure):
+        return heard
+    sent, value = heard
     check_label(sent, label, rank, source)
     return value
 
 
 def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> Any:
-    """See Collectives.all_gather."""
+    """A value of each of these ranks, in order, or the first Failure among them. All of them must call this."""
     tell_all(mail, rank, ranks, value, label)
     told = [value if other == rank else hear_labelled(mail, rank, other, label) for other in ranks]
     return first_failure(told) or told

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.collectives.mail import Mail, all_gather, tell_all
-from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.built_here import check_built_here
 from splitc.runtime.engines.kinds import find_kind
@@ -71,7 +71,7 @@ def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
         return
     meetings = Meetings(world, find_groups(prepared.manifest))
     by_nccl = all(device.kind == "cuda" for device in join.devices)  # each process has one of its own
-    collectives = ProcessCollectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
+    collectives = Collectives(world.rank, world.size, mail, meetings.ends, prepared.backend, by_nccl)
     setup = Setup(world.rank, join.package, prepared.manifest, share=prepared.share)
     worker = RankProcess(setup, prepared.backend, control, collectives, join.cuda_graphs).worker
     worker.run()

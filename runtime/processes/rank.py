@@ -13,9 +13,9 @@ from functools import partial
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.meeting import Meeting
-from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.ipc.channel import Channel, portable
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
@@ -58,7 +58,7 @@ class RankProcess:
     """
 
     def __init__(
-        self, setup: Setup, backend: Backend, control: Control, collectives: ProcessCollectives, cuda_graphs: bool
+        self, setup: Setup, backend: Backend, control: Control, collectives: Collectives, cuda_graphs: bool
     ) -> None:
         self._control = control
         self._collectives = collectives
@@ -155,13 +155,13 @@ def _exchanges(manifest: Manifest) -> bool:
 
 def _make(
     start: Start, meetings: Sequence[int], mail: ChannelMail, control: SocketControl
-) -> tuple[RankProcess, ProcessCollectives]:
+) -> tuple[RankProcess, Collectives]:
     """A rank that the session has started, and its collectives. Descriptors are those of the memory of meetings."""
     manifest, device = read_manifest(start.package), start.devices[start.number]
     backend = make_backend_of(manifest, start.number, device, start.threads, start.cuda_graphs)
     memories = zip(start.meetings, map(map_memory, meetings), strict=True)
     met = {group: Meeting(len(group), memory) for group, memory in memories}
-    collectives = ProcessCollectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
+    collectives = Collectives(start.number, len(start.devices), mail, met, backend, start.by_nccl)
     setup = Setup(start.number, start.package, manifest, start.swap, start.share)
     return RankProcess(setup, backend, control, collectives, start.cuda_graphs), collectives
 

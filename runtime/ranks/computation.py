@@ -8,7 +8,7 @@ from typing import Any
 
 from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.arrays.array import Allocate, Array, Zeros
-from splitc.runtime.collectives import Collectives
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import Feed, GpuFeed

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from splitc.runtime.collectives import Collectives
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.kinds import make_backend

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from splitc.runtime.arrays.array import Allocate, Array
-from splitc.runtime.collectives import Collectives
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ranks.computation import Computation, Ran

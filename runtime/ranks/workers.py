@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from splitc.runtime.collectives.threads import connect
+from splitc.runtime.collectives.threads import Hub, connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.memory_use import RankMemory
@@ -37,9 +37,9 @@ class Workers:
         broken: Callable[[BaseException], None],
         replays: bool,
     ) -> None:
-        self._collectives = connect(len(backends))
+        self._hub = Hub(len(backends))
         self._numbers = itertools.count()
-        ends = zip(setups, backends, self._collectives, strict=True)
+        ends = zip(setups, backends, connect(self._hub, backends), strict=True)
         self._workers = [Worker(*end, broken, () if replays else None) for end in ends]
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Workers:
 
     def abort(self, error: BaseException) -> None:
         """End all waits between ranks with this error."""
-        self._collectives[0].abort(error)
+        self._hub.abort(error)
 
     def stop(self) -> None:
         """Make running engines fail at once."""

@@ -7,8 +7,8 @@ from statistics import median
 
 import numpy as np
 
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.collectives.mail import all_gather
-from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.hardware.devices import Device
@@ -53,12 +53,12 @@ def _measure(world: World, other: int, place: int) -> list[tuple[int, float]]:
     if isinstance(failure := all_gather(mail, place, (0, 1), told), Failure):
         raise failure.error
     backend.attach()
-    end = ProcessCollectives(place, 2, mail, {}, backend, device.kind == "cuda")
+    end = Collectives(place, 2, mail, {}, backend, device.kind == "cuda")
     end.connect()
     return [(size, _one_way(place, end, backend, size)) for size in MESSAGE_BYTES]
 
 
-def _one_way(place: int, end: ProcessCollectives, backend: Backend, size: int) -> float:
+def _one_way(place: int, end: Collectives, backend: Backend, size: int) -> float:
     """Half of the seconds of a round trip, minus the pause in which the other process is as busy as an engine."""
     value = backend.upload(np.zeros(size // 4, np.float32))
     trips: list[float] = []

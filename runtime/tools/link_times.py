@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.collectives import Collectives
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
-from splitc.runtime.collectives.processes import ProcessCollectives
-from splitc.runtime.collectives.threads import connect
+from splitc.runtime.collectives.threads import Hub, connect
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME, has_gpu_each, make_backend
 from splitc.runtime.gpu.array import Tape
@@ -66,13 +65,13 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
     backends = [make_backend(ONNXRUNTIME, device, 1) for device in devices]
     arrays = [np.zeros(size // 4, np.float32) for size in MESSAGE_BYTES]
     if all(device.kind == "cpu" for device in devices):
-        return [_measure_waiting(backends, connect(2), array) for array in arrays]
+        return [_measure_waiting(backends, connect(Hub(2), backends), array) for array in arrays]
     mails = [ProcessMail(), ProcessMail()]
     for rank, channel in enumerate(_channels()):
         mails[rank].connect(1 - rank, channel)
     by_nccl = has_gpu_each(devices)
     ends = [
-        ProcessCollectives(rank, 2, ChannelMail(mails[rank], 0, rank, range(2)), {}, backend, by_nccl)
+        Collectives(rank, 2, ChannelMail(mails[rank], 0, rank, range(2)), {}, backend, by_nccl)
         for rank, backend in enumerate(backends)
     ]
     try:
@@ -107,7 +106,7 @@ def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], a
     return MeasuredLink(array.nbytes, on_the_way / 2, median(together))
 
 
-def _measure_replayed(gpu: Any, end: ProcessCollectives, arrays: Sequence[Any]) -> list[MeasuredLink]:
+def _measure_replayed(gpu: Any, end: Collectives, arrays: Sequence[Any]) -> list[MeasuredLink]:
     """Measure one of two GPUs as parts of replayed CUDA graphs, while the other one does the same."""
     gpu.attach()
     end.connect()
@@ -120,7 +119,7 @@ def _measure_replayed(gpu: Any, end: ProcessCollectives, arrays: Sequence[Any]) 
     return measured
 
 
-def _time_replayed(gpu: Any, end: ProcessCollectives, work: Callable[[Any], Any], array: Any) -> float:
+def _time_replayed(gpu: Any, end: Collectives, work: Callable[[Any], Any], array: Any) -> float:
     """Median seconds of the work. A graph has RUNS repetitions of it."""
 
     def give() -> None:

@@ -24,7 +24,7 @@ import psutil
 
 from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
-from splitc.runtime.collectives.threads import connect
+from splitc.runtime.collectives.threads import Hub, connect
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.hardware.memory_use import RankMemory
@@ -133,7 +133,7 @@ def _run_together(
 ) -> dict[str, npt.NDArray[Any]]:
     """The values that ranks send each other in one run."""
     backend, ranks = OnnxRuntimeBackend(threads), manifest.ranks
-    ends = connect(len(ranks))
+    ends = connect(Hub(len(ranks)), [backend] * len(ranks))
     programs = []
     for number, rank in enumerate(ranks):
         sent = [step.value for step in rank.program if isinstance(step, Send)]

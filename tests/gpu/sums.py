@@ -21,10 +21,10 @@ import numpy as np
 
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.collectives import kernel_sums
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.meeting import Meeting, shared_bytes
 from splitc.runtime.collectives.nccl import NcclCommunicator
-from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
@@ -68,7 +68,7 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
     mail = ProcessMail()
     for other, end in ends.items():
         mail.connect(other, Channel(end))
-    ranks = ProcessCollectives(rank, len(group), ChannelMail(mail, 0, rank, group), meetings, gpu, True)
+    ranks = Collectives(rank, len(group), ChannelMail(mail, 0, rank, group), meetings, gpu, True)
     nccl = ranks.create_communicator(group, uses_operators=True)
     assert isinstance(nccl, NcclCommunicator)
     if nccl.kernels is None:
@@ -93,7 +93,7 @@ def _rank(rank: int, ends: Mapping[int, int], meeting: int) -> None:
         out.print(rows)
 
 
-def _time(gpu: GpuDevice, ranks: ProcessCollectives, group: Any, work: Callable[[], None]) -> float:
+def _time(gpu: GpuDevice, ranks: Collectives, group: Any, work: Callable[[], None]) -> float:
     """The seconds of one call, of many in a graph."""
     work()
     gpu.wait_all()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from splitc.runtime.collectives.threads import connect
+from splitc.runtime.collectives.collectives import Collectives
+from splitc.runtime.collectives.threads import Hub, connect
 from splitc.runtime.errors import EngineError, HandOverError
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 from splitc.runtime.ranks.loop import Program, execute
@@ -16,8 +18,21 @@ from splitc.runtime.threads.failures import Failure, attempt
 from tests.helpers.engines import FunctionEngine, fail
 
 
+def connected(ranks: int) -> Sequence[Collectives]:
+    """The ends of ranks whose values are any objects."""
+
+    class Passing:
+        def download(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+            return values
+
+        def upload(self, value: Any) -> Any:
+            return value
+
+    return connect(Hub(ranks), [Passing()] * ranks)  # type: ignore[list-item]
+
+
 def test_value_is_received_computed_and_sent() -> None:
-    first, middle, last = connect(3)
+    first, middle, last = connected(3)
     first.send(1, "x", 20)
     steps: list[Step] = [Receive("x", 0), Run(0), Send("y", 2)]
     values, spans = execute(
@@ -32,7 +47,7 @@ def test_value_is_received_computed_and_sent() -> None:
 
 
 def test_value_is_let_go_after_its_last_use() -> None:
-    first, second = connect(2)
+    first, second = connected(2)
     first.send(1, "x", 1)
     engines = [FunctionEngine(["x"], "y", lambda x: x), FunctionEngine(["y"], "z", lambda y: y)]
     values, _ = execute(Program([Receive("x", 0), Run(0), Run(1)], engines, ["z"]), second, dict)
@@ -40,7 +55,7 @@ def test_value_is_let_go_after_its_last_use() -> None:
 
 
 def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
-    first, middle, last = connect(3)
+    first, middle, last = connected(3)
     steps: list[Step] = [Receive("a", 0), Run(0), Send("b", 2), Receive("c", 0), Send("d", 2)]
     for value in (1, 2):
         first.send(1, "a", value)
@@ -54,7 +69,7 @@ def test_failure_reaches_those_who_wait_and_leaves_the_channels_clean() -> None:
 
 
 def test_received_failure_is_raised_and_handed_on() -> None:
-    first, middle, last = connect(3)
+    first, middle, last = connected(3)
     first.send(1, "a", Failure(ValueError("stage 0")))
     engine = FunctionEngine(["a"], "b", fail)
     with pytest.raises(ValueError, match="stage 0"):
@@ -64,7 +79,7 @@ def test_received_failure_is_raised_and_handed_on() -> None:
 
 def test_sum_that_fails_on_one_rank_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no memory for the result, which the others have: they go on, and wait for its next value."""
-    first, second = connect(2)
+    first, second = connected(2)
     monkeypatch.setattr(second, "all_reduce", fail)
     steps: list[Step] = [Reduce("sum", ["x"], ["y"], [0, 1]), Send("y", 0)]
     with pytest.raises(ValueError, match="out of memory"):
@@ -74,7 +89,7 @@ def test_sum_that_fails_on_one_rank_leaves_nobody_waiting(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("sent", "wanted"), [((3, "x"), (3, "y")), ((3, "x"), (4, "x"))])
 def test_value_of_another_request_or_name_is_not_for_the_request_to_fail_alone(sent: Any, wanted: Any) -> None:
-    first, second = connect(2)
+    first, second = connected(2)
     first.begin(sent[0])
     second.begin(wanted[0])
     first.send(1, sent[1], 1)
@@ -85,7 +100,7 @@ def test_value_of_another_request_or_name_is_not_for_the_request_to_fail_alone(s
 
 
 def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
-    first, middle, last = connect(3)
+    first, middle, last = connected(3)
     first.send(1, "a", 1)
     steps: list[Step] = [Receive("a", 0), Run(0), Send("b", 2)]
     with pytest.raises(ValueError, match="out of memory"):

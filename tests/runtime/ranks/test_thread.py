@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.collectives.threads import connect
+from splitc.runtime.collectives.threads import Hub, connect
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks import thread
 from splitc.runtime.ranks.computation import Ran
@@ -93,7 +93,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     monkeypatch.setattr(thread, "Computation", SlowComputation)
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
     backend = backend_of()
-    worker = thread.Worker(setup, backend, connect(1)[0], errors.append)
+    worker = thread.Worker(setup, backend, connect(Hub(1), [backend])[0], errors.append)
     worker.start()
     for number in range(3):
         worker.requests.put(InFlightRequest({}, number=number))
@@ -119,7 +119,7 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
     def full(_: InFlightRequest) -> None:
         raise OSError("Too many open files")
 
-    worker = thread.Worker(setup, backend, connect(1)[0], broken.put)
+    worker = thread.Worker(setup, backend, connect(Hub(1), [backend])[0], broken.put)
     worker.start()
     worker.requests.put(InFlightRequest({}, done=full))
     assert "Too many open files" in str(broken.get(timeout=20))
@@ -149,7 +149,7 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"), manifest=None)
     told: list[str] = []
     backend = backend_of(told.append)
-    worker = thread.Worker(setup, backend, connect(1)[0], errors.append, replays_with=())
+    worker = thread.Worker(setup, backend, connect(Hub(1), [backend])[0], errors.append, replays_with=())
     worker.start()
     for number in range(2):
         worker.requests.put(InFlightRequest({}, done=lambda request: answered.put(request.number), number=number))

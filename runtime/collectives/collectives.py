@@ -1,4 +1,4 @@
-"""Collectives between rank processes: arrays go from GPU to GPU by NCCL, or through the host by mail.
+"""One rank's end of all that ranks exchange: arrays go from GPU to GPU by NCCL, or through the host by mail.
 
 NCCL connects GPUs of one rank each, and blocks a GPU until both sides take part. So ranks first tell each other what
 they are about to send: a rank that has failed sends its Failure instead, and NCCL is not called.
@@ -7,10 +7,11 @@ they are about to send: a rank that has failed sends its Failure instead, and NC
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
-from splitc.runtime.arrays.array import accumulate_arrays
-from splitc.runtime.collectives import LOADING, Label
+from splitc.runtime.arrays.array import OPERATIONS
+from splitc.runtime.collectives import LOADING, Exchange, Label
 from splitc.runtime.collectives.mail import Mail, all_gather, gather_by_first, hear_labelled
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
@@ -21,8 +22,8 @@ from splitc.runtime.package.steps import Reduce
 from splitc.runtime.threads.failures import Failure, attempt
 
 
-class ProcessCollectives:
-    """The end of one of `ranks` ranks. `meetings` are those of engines with operators.
+class Collectives(Exchange):
+    """The end of number `rank` of `ranks` ranks, which `mail` connects. `meetings` are those of engines with operators.
 
     With `by_nccl`, each rank has its own GPU. Otherwise values go through the host, from and to GPUs too.
     """
@@ -44,7 +45,7 @@ class ProcessCollectives:
         self.by_nccl = by_nccl
         self._device = backend if isinstance(backend, GpuDevice) else None
         self._gpu = self._device if by_nccl else None
-        self._communicators = NcclCommunicators(rank, self.all_gather)
+        self._communicators = NcclCommunicators(rank, partial(all_gather, mail, rank))
         self._all: NcclCommunicator | None = None
         self._label = LOADING
 
@@ -54,6 +55,11 @@ class ProcessCollectives:
             self._all = self._communicators.create(range(self._ranks), sums=False)
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
+        """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
+
+        With `uses_operators`, the collectives inside engines are splitc's own operators. Raises PackageError if the
+        library is missing, and the error of any other rank of the group.
+        """
         place = list(group).index(self.rank)
         if not uses_operators:
             return self._communicators.create(group)
@@ -65,6 +71,10 @@ class ProcessCollectives:
         return made
 
     def begin(self, request: int) -> None:
+        """Begin the request with this number, which is the same on all ranks. Later exchanges belong to it.
+
+        A rank that receives a value of another request raises HandOverError.
+        """
         self._label = request, None
 
     def _named(self, name: str) -> Label:
@@ -97,6 +107,7 @@ class ProcessCollectives:
         return target
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
+        """Gather a Python object from each of these ranks. Returns them in order, or the first Failure among them."""
         return all_gather(self._mail, self.rank, ranks, value, self._label)
 
     def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
@@ -112,11 +123,8 @@ class ProcessCollectives:
         gathered = self.all_gather(step.ranks, parts)
         if isinstance(gathered, Failure):
             return gathered
-        totals = [array.copy() for array in gathered[0]]
-        for others in gathered[1:]:
-            for total, part in zip(totals, others, strict=True):
-                accumulate_arrays(step.operation, total, part)
-        return [self._backend.upload(total) for total in totals]
+        add = OPERATIONS[step.operation]
+        return [self._backend.upload(reduce(add, arrays)) for arrays in zip(*gathered, strict=True)]
 
     def _all_reduce_on_gpus(self, gpu: GpuDevice, step: Reduce, parts: Any) -> Any:
         # Before they agree: a rank without memory would leave the others to NCCL, which waits for it.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime.collectives import LOADING, Label
-from splitc.runtime.collectives.processes import ProcessCollectives
+from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
@@ -37,7 +37,7 @@ def test_rank_without_memory_for_a_sum_says_so_before_nccl_waits(monkeypatch: py
         raise EngineError("cuda0 has 0 bytes free")
 
     mail, part = NotedMail(), SimpleNamespace(shape=(4,), dtype="float32")
-    collectives = ProcessCollectives(0, 2, mail, {}, FakeBackend(Device("cuda", 0)), by_nccl=True)  # type: ignore[arg-type]
+    collectives = Collectives(0, 2, mail, {}, FakeBackend(Device("cuda", 0)), by_nccl=True)  # type: ignore[arg-type]
     monkeypatch.setattr(GpuDevice, "empty", full)
     failed = collectives.all_reduce(Reduce("sum", ["x"], ["y"], [0, 1]), [part])
     (told,) = mail.told
