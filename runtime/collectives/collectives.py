@@ -12,7 +12,7 @@ from typing import Any
 
 from splitc.runtime.arrays.array import OPERATIONS
 from splitc.runtime.collectives import LOADING, Exchange, Label
-from splitc.runtime.collectives.mail import Mail, all_gather, gather_by_first, hear_labelled
+from splitc.runtime.collectives.mail import Mail, all_gather, hear_labelled
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.collectives.nccl import NcclCommunicator, NcclCommunicators
 from splitc.runtime.engines import Backend, Communicator
@@ -109,10 +109,6 @@ class Collectives(Exchange):
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
         """Gather a Python object from each of these ranks. Returns them in order, or the first Failure among them."""
         return all_gather(self._mail, self.rank, ranks, value, self._label)
-
-    def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
-        """As `all_gather`, slower, for ranks that may be connected only with the first one."""
-        return gather_by_first(self._mail, self.rank, ranks, value)
 
     def all_reduce(self, step: Reduce, parts: Any) -> Any:
         if self._gpu is not None:

@@ -56,18 +56,6 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: L
     return first_failure(told) or told
 
 
-def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
-    """As `all_gather`, before all requests, through the first rank: the others need not be connected."""
-    first = ranks[0]
-    if rank != first:
-        tell_all(mail, rank, [first], value)
-        return hear_labelled(mail, rank, first, LOADING)
-    told = [value, *(hear_labelled(mail, first, other, LOADING) for other in ranks[1:])]
-    gathered = first_failure(told) or told
-    tell_all(mail, first, ranks, gathered)
-    return gathered
-
-
 class ProcessMail:
     """Values between ranks of this process and of others, with one channel to each other process."""
 

@@ -134,12 +134,12 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
 def find_pairs(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, int]]:
     """The pairs of ranks to connect, lower number first.
 
-    All ranks agree with rank 0 while they load. With GPUs, all agree with all on what to capture.
+    With GPUs, all agree with all on what to capture.
     """
     ranks = range(len(devices))
     if any(device.kind != "cpu" for device in devices):
         return set(combinations(ranks, 2))
-    pairs = {(0, rank) for rank in ranks[1:]}
+    pairs: set[tuple[int, int]] = set()
     for number, rank in enumerate(manifest.ranks):
         for step in rank.program:
             if isinstance(step, Send):

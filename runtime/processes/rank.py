@@ -98,8 +98,10 @@ class RankProcess:
         """Connect the ranks, and agree on whether to capture their work."""
         if self._exchanges:
             self._collectives.connect()
-        blocker = self.worker.capture_blocker if self._collectives.by_nccl else OVER_HOST
-        blockers = self._collectives.gather_by_first(self._everyone, blocker)
+        if not self._collectives.by_nccl:
+            self.worker.capture_blocker = OVER_HOST
+            return
+        blockers = self._collectives.all_gather(self._everyone, self.worker.capture_blocker)
         if isinstance(blockers, Failure):
             raise blockers.error
         self.worker.capture_blocker = next((why for why in blockers if why), None)

@@ -46,7 +46,7 @@ def test_ranks_are_connected_with_those_that_they_send_to(four: Path, decoder: P
     monkeypatch.setattr(DeviceProcess, "host", seen_host)
     with Session(four, threads=1, ranks="processes") as session:
         outputs = session.run(decoder_feeds())
-    assert known == {0: {1, 2, 3}, 1: {0, 2}, 2: {0, 1, 3}, 3: {0, 2}}
+    assert known == {0: {1}, 1: {0, 2}, 2: {1, 3}, 3: {2}}
     for name, whole in run_whole(decoder, decoder_feeds()).items():
         np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
 
@@ -56,7 +56,7 @@ def test_ranks_that_sum_between_engines_are_connected_with_each_other(four: Path
     ranks = list(manifest.ranks)
     ranks[1] = msgspec.structs.replace(ranks[1], program=[*ranks[1].program, Reduce("sum", ["x"], ["y"], [3, 1, 2])])
     found = find_pairs(msgspec.structs.replace(manifest, ranks=ranks), FOUR)
-    assert found == set(combinations(range(4), 2))
+    assert found == {(0, 1), (1, 2), (1, 3), (2, 3)}
 
 
 def test_gpus_are_all_connected(four: Path) -> None:
