@@ -192,14 +192,15 @@ class StateSequence:
         with self._alone():
             if self._numbers:
                 raise SplitcError("states can be loaded before the first run only")
-            loaded = Inputs(self._states).on_host(states, copy=True)
-            self._filled = {length.input: filled_rows(length, loaded) for length in self._session.manifest.lengths}
-            longest = max(self._filled.values(), default=0)
-            if self._capacity is not None and longest > self._capacity:
-                raise MisuseError(f"the states have {longest} tokens, and the sequence has room for {self._capacity}")
-            self._loaded = loaded
-            growing = [(state.input, state.grows) for state in self._session.manifest.states]
-            self._tokens = max((loaded[name].shape[axis] for name, axis in growing if axis is not None), default=0)
+            loaded, manifest = Inputs(self._states).on_host(states, copy=True), self._session.manifest
+            filled = {length.input: filled_rows(length, loaded) for length in manifest.lengths}
+            growing = [(state.input, state.grows) for state in manifest.states]
+            sizes = {name: loaded[name].shape[axis] for name, axis in growing if axis is not None}
+            if too_long := [sizes[name] for name, room in self._room().items() if sizes[name] > room]:
+                raise MisuseError(
+                    f"the states have {max(too_long)} tokens, and the sequence has room for {self._capacity}"
+                )
+            self._loaded, self._filled, self._tokens = loaded, filled, max(sizes.values(), default=0)
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
         """Give the ranks feeds that are the same in all requests, such as an encoder's outputs for a decoder.

@@ -13,6 +13,7 @@ from models import llama_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests import sequence as sequences
 from tests.conftest import DECODER, LAYER, decoder_feeds, run_whole
@@ -58,6 +59,13 @@ def test_requests_of_a_sequence_keep_their_sizes(
             caches = {name: expected[name.replace("past_key_values", "present")] for name in caches}
     # Several rows of a prompt are read as they are: kernels take them for nothing but a prompt.
     assert lengths == [3 if rows > 1 else ROOM, *[ROOM] * (len(tokens) - 1)]
+
+
+def test_states_beyond_the_capacity_are_refused(model: Path) -> None:
+    caches = {name: array for name, array in decoder_feeds(1, 1, ROOM + 1).items() if name.startswith("past")}
+    refused = pytest.raises(MisuseError, match=f"the states have {ROOM + 1} tokens, and .* has room for {ROOM}")
+    with Session(model / "package", threads=1) as session, session.start(capacity=ROOM) as sequence, refused:
+        sequence.load(caches)
 
 
 def with_average(reads_mask: bool, folder: Path) -> Path:
