@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitc.runtime.errors import PackageError
@@ -16,12 +16,12 @@ from splitc.runtime.units import format_bytes
 
 @dataclass(frozen=True)
 class Deployment:
-    """A package on devices, one for each rank.
+    """A package on devices, one for each rank: of all replicas, or of one.
 
     - `threads`: the number for each CPU device; 0 lets the ranks choose.
     - `cuda_graphs`: whether requests on GPUs are replayed where possible.
     - `shares`: what each rank's engines may take of a container's memory: see `divide_container`.
-    - `first`: the number in the session of this replica's first rank, if there are several replicas.
+    - `first`: the number in the session of the first of these ranks.
     - `all_devices`: the devices of all replicas.
     """
 
@@ -31,24 +31,14 @@ class Deployment:
     threads: int
     cuda_graphs: bool
     shares: Sequence[int | None]
-    first: int
     all_devices: Sequence[Device]
+    first: int = 0
 
-
-def deployments(
-    package: Path,
-    manifest: Manifest,
-    devices: Sequence[Device],
-    threads: int,
-    cuda_graphs: bool,
-    shares: Sequence[int | None],
-) -> list[Deployment]:
-    """Those of all replicas, whose `devices` and `shares` follow one another. For the rest see Deployment."""
-    count = len(manifest.ranks)
-    groups = [slice(first, first + count) for first in range(0, len(devices), count)]
-    return [
-        Deployment(package, manifest, devices[of], threads, cuda_graphs, shares[of], of.start, devices) for of in groups
-    ]
+    def replicas(self) -> list[Deployment]:
+        """Those of all replicas, one each."""
+        size = len(self.manifest.ranks)
+        groups = [slice(first, first + size) for first in range(0, len(self.devices), size)]
+        return [replace(self, devices=self.devices[of], shares=self.shares[of], first=of.start) for of in groups]
 
 
 # What a rank's process takes before it loads an engine, if it has not begun: 16 MiB as measured, and some more.

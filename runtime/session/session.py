@@ -33,7 +33,7 @@ from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.verification import NEVER, ONCE, Verification, check_word, engine_files
 from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.remote import RemoteRanks
-from splitc.runtime.ranks.deployment import Deployment, deployments, divide_container
+from splitc.runtime.ranks.deployment import Deployment, divide_container
 from splitc.runtime.ranks.loaded import Setup, make_backend_of
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
@@ -121,7 +121,8 @@ class Session(Requests, Listed):
         make = partial(self._make_ranks, shared, world, verify)
         folder = self.package.absolute()  # some engines are loaded later
         shares = divide_container(manifest, own, () if kind == MPI else range(len(own)), kind == PROCESSES)
-        made = [make(one) for one in deployments(folder, manifest, own, own_threads, cuda_graphs, shares)]
+        whole = Deployment(folder, manifest, own, own_threads, cuda_graphs, shares, all_devices=own)
+        made = list(map(make, whole.replicas()))
         if len(made) > 1:
             self._replicas = Replicas(made, manifest, choose_shares(manifest, len(made)))
         self._workers: Workers | RemoteRanks | Replicas = self._replicas or made[0]
