@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest import Manifest, of_role
+from splitc.runtime.requests.added_feeds import lengthened
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,7 @@ class CacheMasks:
             return feeds
         single = all(feeds[name].shape[-1] == 1 for name in self.tokens if name in feeds)
         fitting = [name for name in self.masks if name in feeds and (single or len(feeds[name]) == 1)]
-        return {**feeds, **{name: _lengthened(feeds[name], capacity) for name in fitting}}
-
-
-def _lengthened(mask: Array, length: int) -> Array:
-    """A mask, padded with zeros to this length, in a fifth of the time of np.pad."""
-    if mask.shape[1] >= length:
-        return mask
-    made = np.zeros((len(mask), length), mask.dtype)
-    made[:, : mask.shape[1]] = mask
-    return made
+        return {**feeds, **{name: lengthened(feeds[name], 1, capacity) for name in fitting}}
 
 
 def find_cache_masks(manifest: Manifest) -> CacheMasks:
