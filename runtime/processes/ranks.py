@@ -16,7 +16,6 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.mapped_files import remove_files
 from splitc.runtime.processes.device_processes import DeviceProcesses, kill
 from splitc.runtime.processes.launch import launch
-from splitc.runtime.processes.messages import Loaded
 from splitc.runtime.processes.reader import Reader
 from splitc.runtime.processes.remote import FIRST_PATIENCE, PATIENCE, RemoteRanks
 from splitc.runtime.processes.wire import SocketWire
@@ -40,7 +39,6 @@ class RankProcesses(RemoteRanks):
         swap: Mapping[Device, SwapBuffer],
     ) -> None:
         super().__init__(deployment, broken)
-        self._files: set[str] = set()
         self._in_flight = in_flight
         # Whether there will be no ranks of others in them.
         self._alone = processes is None
@@ -60,10 +58,6 @@ class RankProcesses(RemoteRanks):
             raise
         if self._alone:
             self._shared.seal()
-
-    def _rank_loaded(self, rank: int, message: Loaded) -> None:
-        self._files.update(message.files)
-        super()._rank_loaded(rank, message)
 
     def _silent(self, rank: int) -> tuple[float, float]:
         beat, lived = self._processes[rank].last_beat

@@ -80,6 +80,8 @@ class RemoteRanks(ABC):
         self._why: BaseException = EngineError("its session was closed while a request ran")
         self._loaded: list[Future[None]] = [Future() for _ in self._devices]
         self._ended: set[int] = set()
+        # What NCCL may leave behind.
+        self._files: set[str] = set()
         # The reports that each rank owes, in the order in which it was asked: every thread that asks gets its own.
         self._owed: list[deque[Future[Report]]] = [deque() for _ in self._devices]
 
@@ -201,18 +203,13 @@ class RemoteRanks(ABC):
             if self._owed[rank]:
                 self._owed[rank].popleft().set_result(message)  # whoever asked may have given up
         elif isinstance(message, Loaded):
-            self._rank_loaded(rank, message)
+            self._files.update(message.files)
+            self._loaded[rank].set_exception(message.error) if message.error else self._loaded[rank].set_result(None)
         elif isinstance(message, Broken):
             error = EngineError(f"{self._name(rank)} failed: {message.error}")
             self._suspect = self._suspect or (self._clock.read(), message.request, error)
         elif isinstance(message, Ended):
             self._ended.add(rank)
-
-    def _rank_loaded(self, rank: int, message: Loaded) -> None:
-        if message.error is None:
-            self._loaded[rank].set_result(None)
-        else:
-            self._loaded[rank].set_exception(message.error)
 
     def _answered(self, rank: int, answer: Answer) -> None:
         """Add one rank's outputs to a request.

@@ -11,7 +11,7 @@ from typing import Any
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros
-from splitc.runtime.errors import FollowingError, SplitcError
+from splitc.runtime.errors import FollowingError
 from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.ranks.loop import Span
 
@@ -32,11 +32,6 @@ class Execution:
 
 
 NEVER = Execution(0.0, 0.0, ())
-
-
-def closed_before() -> SplitcError:
-    """The error of a request that was cancelled because its session ended."""
-    return SplitcError("the session was closed before this request ran")
 
 
 def nothing_to_do(request: InFlightRequest) -> None:

@@ -13,7 +13,7 @@ from splitc.runtime.errors import EngineError, HandOverError, MisuseError, Split
 from splitc.runtime.feeds.named_sizes import explain_failure
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
-from splitc.runtime.ranks.request import NEVER, InFlightRequest, closed_before
+from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.telemetry import Telemetry
@@ -214,7 +214,7 @@ class Admission:
             self._closed = True  # first of all, since threads that wait check it
         with self._order:
             for request in list(self._under_way):  # a copy, since requests end meanwhile
-                request.cancellation.cancel(closed_before())
+                request.cancellation.cancel(SplitcError("the session was closed before this request ran"))
             self._workers.put(None)
         if not self._workers.join(PATIENCE):
             self._workers.stop()
