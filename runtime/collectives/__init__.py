@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from splitc.runtime.errors import HandOverError
 from splitc.runtime.package.steps import Reduce
 
 # Identifies a value: the number of its request, and its name, if it has one.
 Label = tuple[int, str | None]
 # The label of values before all requests.
 LOADING: Label = (-1, None)
-
-
-def check_label(sent: Label, wanted: Label, rank: int, source: int) -> None:
-    """Raise HandOverError unless the received label is the expected one: ranks may be in different requests."""
-    if sent != wanted:
-        raise HandOverError(
-            f"rank {rank} waits for {_words(wanted)} from rank {source}, which sent {_words(sent)}: they are out of "
-            "step"
-        )
-
-
-def _words(label: Label) -> str:
-    request, name = label
-    return f"'{name or ''}' of request {request}"
 
 
 class Exchange(Protocol):

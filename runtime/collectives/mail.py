@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol, cast
 
-from splitc.runtime.collectives import LOADING, Label, check_label
+from splitc.runtime.collectives import LOADING, Label
+from splitc.runtime.errors import HandOverError
 from splitc.runtime.ipc.channel import Channel, portable
 from splitc.runtime.threads.failures import Failure, first_failure
 
@@ -40,12 +41,19 @@ def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Lab
 
 
 def hear_labelled(mail: Mail, rank: int, source: int, label: Label) -> Any:
-    """The next value from a rank, which must have this label; or a Failure."""
+    """The next value from a rank; or a Failure.
+
+    Raises HandOverError if it has another label: the ranks are in different requests.
+    """
     heard = mail.hear(source)
     if isinstance(heard, Failure):
         return heard
     sent, value = heard
-    check_label(sent, label, rank, source)
+    if sent != label:
+        wanted, got = (f"'{name or ''}' of request {request}" for request, name in (label, sent))
+        raise HandOverError(
+            f"rank {rank} waits for {wanted} from rank {source}, which sent {got}: they are out of step"
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""What connects ranks that are threads of one process, on CPU devices."""
+"""What connects ranks that are threads of one process."""
 
 from __future__ import annotations
 
