@@ -104,14 +104,12 @@ class Backend(ABC):
     """Loads engines on one device, and copies arrays to it and from it.
 
     - `asynchronous`: `run` returns once the engine is launched, before it has finished.
-    - `uses_operators`: collectives inside its engines are splitc's own operators.
     - `notes`: messages for the user.
 
     Methods that a device does not need do nothing.
     """
 
     asynchronous = False
-    uses_operators = False
     notes: list[str]
 
     def attach(self) -> None:

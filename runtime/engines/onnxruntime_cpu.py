@@ -172,8 +172,6 @@ def run_overridden(
 class OnnxRuntimeBackend(Backend):
     """ONNX Runtime's CPU provider, with a number of threads for each engine."""
 
-    uses_operators = True
-
     def __init__(self, threads: int, trusts_data: bool = False) -> None:
         self.notes: list[str] = []
         self._threads = threads

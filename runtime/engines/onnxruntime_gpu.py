@@ -165,8 +165,6 @@ def _shape_of(name: str, given: Mapping[str, ort.OrtValue], into: Mapping[str, G
 class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     """ONNX Runtime's CUDA provider on one GPU."""
 
-    uses_operators = True
-
     def __init__(
         self, device: Device, cuda_graphs: bool = True, trusts_data: bool = False, replays: bool = True
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from splitc.runtime.collectives.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
-from splitc.runtime.engines.kinds import make_backend
+from splitc.runtime.engines.kinds import find_kind, make_backend
 from splitc.runtime.engines.variables import use_first_expert_kernels
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -168,7 +168,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
         for file in rank.engines:
             group = tuple(file.group)
             if group and group not in communicators:
-                communicators[group] = collectives.create_communicator(group, backend.uses_operators)
+                uses_operators = find_kind(setup.manifest.engine).uses_operators
+                communicators[group] = collectives.create_communicator(group, uses_operators)
             source = setup.package / file.source if file.source is not None else None
             weights = file.weights if shares_weights(rank, file) else None
             replays = not why_unsafe_to_replay(rank, file)
