@@ -91,8 +91,8 @@ class BackendOptions:
     - `threads`: the number of threads of a CPU device.
     - `build`: how the engines were built.
     - `cuda_graphs`: whether requests may be captured as CUDA graphs.
+    - `replays`: whether that is expected: then the GPU's stream is non-blocking (see GpuDevice).
     - `trusts_data`: whether external data of ONNX files may lie outside their folders.
-    - `replays`: whether it is expected that they are: see GpuDevice.
     """
 
     kind: EngineKind

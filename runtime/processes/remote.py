@@ -32,8 +32,7 @@ from splitc.runtime.processes.wire import LOST, Wire
 from splitc.runtime.ranks.deployment import Deployment
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import Execution, InFlightRequest
-from splitc.runtime.threads.futures import Answer as Awaited
-from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.futures import Awaited, first_error
 from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds without a heartbeat after which a process counts as hanging, so that an error comes within 10; and before its
@@ -66,7 +65,7 @@ class RemoteRanks(ABC):
         self._held: set[int] = set()
         # The request that each rank answers next.
         self._due = [0] * len(self._devices)
-        # That the last answer took.
+        # How long the last answer took.
         self._seconds = 0.0
         # None was put, and the processes end by themselves; they were all ended.
         self._closing = self._stopped = False

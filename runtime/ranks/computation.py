@@ -28,7 +28,7 @@ Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
 class Computation:
     """A rank's part of requests, on the thread of its `backend`.
 
-    - `resident`: the output of each input that is a state.
+    - `resident`: the states that stay on this rank: the output of each, by its input.
     - `sequences`: the states of each sequence.
     - `allocate`: returns the arrays that a GPU writes outputs to, if given.
     """

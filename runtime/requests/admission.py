@@ -18,7 +18,7 @@ from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.telemetry import Telemetry
 from splitc.runtime.requests.turns import CHECK_EVERY, Callbacks, Turn, Turns
-from splitc.runtime.threads.futures import Answer
+from splitc.runtime.threads.futures import Awaited
 from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds that a closing session waits for requests in flight before it stops their engines. A choice: a longer request
@@ -75,7 +75,7 @@ class Admission:
         if here:
             self.check_may_wait()
         request.waiting, request.done = len(self._workers), self._done
-        future: Future[InFlightRequest] = Answer()
+        future: Future[InFlightRequest] = Awaited()
         self._hand_over(request, future)
         self._workers.watch(future if here else None, request)
         return future

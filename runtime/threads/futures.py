@@ -23,7 +23,7 @@ T = TypeVar("T")
 LOOK = 0.1
 
 
-class Answer(Future[T]):
+class Awaited(Future[T]):
     """The future of a request. Signals end a wait for it, within LOOK seconds, and never come while its lock is held.
 
     Python may run a handler between the locking and the block that unlocks. An exception there would leave the lock
@@ -96,7 +96,7 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
 def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> BaseException | None:
     """Wait until all futures are done, or one has failed. Returns its error; None if all succeeded.
 
-    Progress is reported if `what` is given: what the futures do. Signals end the wait as they do an Answer's.
+    Progress is reported if `what` is given: what the futures do. Signals end the wait, as for an Awaited.
     """
     every = list(futures)
     if what is not None:
@@ -118,7 +118,7 @@ def _never() -> bool:
     return False
 
 
-class _Following(Answer[T]):
+class _Following(Awaited[T]):
     """A future that follows another one. `withdraw` cancels the work of that one, and returns whether it could."""
 
     def __init__(self, withdraw: Callable[[], bool]) -> None:
@@ -141,7 +141,7 @@ def then(future: Future[S], function: Callable[[S], T], withdraw: Callable[[], b
         try:
             made = function(finished.result())
         except CancelledError:
-            Answer.cancel(result)
+            Awaited.cancel(result)
             result.set_running_or_notify_cancel()
         except BaseException as error:  # whoever waits for the result gets it
             if result.set_running_or_notify_cancel():
@@ -158,7 +158,7 @@ class Executor(ThreadPoolExecutor):
     """A pool that no signal interrupts while it starts a thread.
 
     The pool would not know of that thread, and Python's exit would wait for it for ever. It would also wait for a
-    thread whose future was left locked, so the futures are Answers.
+    thread whose future was left locked, so the futures are Awaited ones.
     """
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
