@@ -9,6 +9,8 @@ Norms in float32 between casts from and to half precision, as of diffusers, beco
 kernels compute in float32 anyway, and read and write half the bytes. A Transpose before a norm moves behind it.
 
 Norms along another axis than the last, as along the channels of images, get a Transpose before and one behind.
+
+A value divided by its length (the root of its sum of squares) is an RMSNorm too, times the root of the axis' size.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
 
 OPERATOR, CENTERED = "SimplifiedLayerNormalization", "LayerNormalization"
+# Lengths that are bounded below by up to this are those of vectors of zeros: torch's normalize has 1e-12.
+SHORT = 1e-6
+# The relative tolerance of a factor that is one.
+CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
 class Norm:
     """An RMSNorm: `normal` is `data`, divided by the root of the mean square along an `axis`.
 
-    Or a LayerNorm, whose `operator` also subtracts the mean. `output` is `normal` times the first of the `weights`,
-    plus the second, as far as there are any.
+    Or a LayerNorm, whose `operator` also subtracts the mean. `output` is `normal` times `factor` and the first of the
+    `weights`, plus the second, as far as there are any.
     """
 
     operator: str
@@ -47,6 +53,7 @@ class Norm:
     epsilon: float
     output: ir.Value
     weights: tuple[ir.Value, ...] = ()
+    factor: float = 1.0
 
     @property
     def source(self) -> ir.Value:
@@ -84,10 +91,13 @@ def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes)
 
 
 def find_norms(mean: ir.Node) -> list[Norm]:
-    """The norm around a mean of squares, with its weights and bias, without the bias, and without both; [] for none.
+    """The norm around a mean of squares, or around a length.
 
-    Raises NotFusedError for a form that the operator does not have.
+    With its weights and bias, without the bias, and without both; [] if there is none. Raises NotFusedError for a form
+    that the operator does not have.
     """
+    if is_onnx(mean, "ReduceL2"):
+        return _find_by_length(mean)
     axis = _averaged_axis(mean) if is_onnx(mean, "ReduceMean") else None
     if axis is None:
         return []
@@ -105,6 +115,23 @@ def find_norms(mean: ir.Node) -> list[Norm]:
     whole = _before_centering(data, axis)
     norm = Norm(OPERATOR, axis, data, value, root[2], value)
     return _with_weights(norm if whole is None else replace(norm, operator=CENTERED, data=whole), cast is None)
+
+
+def _find_by_length(length: ir.Node) -> list[Norm]:
+    """The norm of a value that is divided by its length, which may have a lower bound; as `find_norms`."""
+    (data, *_), value, axis, bound = length.inputs, length.outputs[0], _averaged_axis(length), 0.0
+    bounded = only_user(value, "Clip") or only_user(value, "Max")
+    if bounded is not None and len(bounded.inputs) == 2:
+        value, bound = bounded.outputs[0], constant(bounded.inputs[1]) or constant(bounded.inputs[0]) or 1.0
+    if data is None or data.shape is None or axis is None or not 0 <= bound <= SHORT:
+        return []
+    size, normal = data.shape[axis], _divided(data, value, is_reciprocal=False)
+    if normal is None or not isinstance(size, int) or not size or not length.attributes.get_int("keepdims", 1):
+        return []
+    output, factor = normal, size**-0.5
+    while (scaled := combined(output, "Mul")) is not None and (number := constant(scaled[0])) is not None:
+        output, factor = scaled[1], factor * number
+    return _with_weights(Norm(OPERATOR, axis, data, normal, bound**2 / size, output, factor=factor), may_narrow=False)
 
 
 def _averaged_axis(mean: ir.Node) -> int | None:
@@ -188,9 +215,12 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
     if own[0].fixed is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
     data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
-    rows = [] if norm.weights else [editor.constant(np.ones(own[0].fixed, dtype.numpy()))]
+    scale = 1.0 if abs(norm.factor - 1) < CLOSE else norm.factor
+    rows = [] if norm.weights else [editor.constant(np.full(own[0].fixed, scale, dtype.numpy()))]
     for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
         row = work.reshape(weights, own, f"norm_{name}_row")
+        if name == "weights" and scale != 1:
+            row = work.add("norm_scaled", "Mul", [row, editor.scalar(scale, row)], row, own)
         rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
     before = with_axis_last(data, len(axes), norm.axis, work)
     inputs, epsilon = [before.value, *rows], norm.epsilon

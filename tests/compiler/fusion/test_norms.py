@@ -171,6 +171,37 @@ def test_a_layer_norm_in_another_order(tmp_path: Path, order: str) -> None:
     assert {*operators(fused(model, tmp_path).graph.graph)} - {"LayerNormalization"} == left
 
 
+LENGTH = "size = ReduceL2 <axes = [-1]> (x)"
+BOUND = "least = Constant <value_float = 1e-12> ()  bound = Clip (size, least)"
+SPREAD = "shape = Shape (x)  lengths = Expand (bound, shape)  apart = Div (x, lengths)"
+BY_LENGTH = {
+    "of one": f"{LENGTH} y = Div (x, size)",
+    "of the root of the size": f"{LENGTH} {BOUND} {SPREAD} many = Mul (apart, root8)  y = Mul (many, weights)",
+    "with weights": f"{LENGTH} {BOUND} {SPREAD} y = Mul (weights, apart)",
+    "by a maximum": f"{LENGTH} {BOUND.replace('Clip (size, least)', 'Max (least, size)')} y = Div (x, bound)",
+}
+
+
+@pytest.mark.parametrize("form", BY_LENGTH)
+def test_a_value_divided_by_its_length_is_a_norm(tmp_path: Path, form: str) -> None:
+    """As torch's normalize, which norms of video autoencoders and cosine attention have."""
+    root = "root8 = Constant <value_float = 2.828427> ()"
+    head = HEAD.replace("18", "17")
+    signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
+    model = onnx.parser.parse_model(f"{head} {signature} {{ x = Identity (data)  {root} {BY_LENGTH[form]} }}")
+    check(model, tmp_path, 2e-6)
+    names = operators(fused(model, tmp_path).graph.graph)
+    assert ("Div" in names, names.count("Mul")) == (False, int(form == "with weights"))
+
+
+@pytest.mark.parametrize("bound", ["Constant <value_float = 0.5> ()", "Identity (size)"])
+def test_a_length_with_another_bound_is_no_norm(tmp_path: Path, bound: str) -> None:
+    body = f"x = Identity (data)  {LENGTH} least = {bound}  bound = Max (least, size)  y = Div (x, bound)"
+    signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
+    model = onnx.parser.parse_model(f"{HEAD.replace('18', '17')} {signature} {{ {body} }}")
+    assert fused(model, tmp_path).outcomes == ()
+
+
 @pytest.mark.parametrize("width", [4, 1], ids=["along the channels", "weights of one number"])
 @pytest.mark.parametrize("divided", [DIVIDED, POWERED])
 def test_a_norm_along_another_axis(tmp_path: Path, divided: str, width: int) -> None:
