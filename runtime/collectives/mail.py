@@ -65,9 +65,14 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: L
 
 
 class ProcessMail:
-    """Values between ranks of this process and of others, with one channel to each other process."""
+    """Values between ranks of this process and of others, with one channel to each other process.
 
-    def __init__(self) -> None:
+    It receives as long as this process runs, as a process may be connected after all earlier ones are gone; with
+    `ends`, until its last channel is gone.
+    """
+
+    def __init__(self, ends: bool = False) -> None:
+        self._ends = ends
         self._channels: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()  # channels come while another thread waits for what arrives
         # What has arrived, by session, source and target: maybe before the target rank has started.
@@ -81,14 +86,12 @@ class ProcessMail:
             threading.Thread(target=self._listen, name="splitc mail", daemon=True).start()
 
     def _listen(self) -> None:
-        """Receive all values, so that no rank blocks when it sends.
-
-        Runs as long as the process: another one may be connected after all earlier ones are gone.
-        """
+        """Receive all values, so that no rank blocks when it sends."""
         try:
-            while True:
+            while self._selector.get_map() or not self._ends:
                 for key, _ in self._selector.select():
                     self._take(cast(Channel, key.fileobj))
+            self._selector.close()
         except BaseException:  # all ranks in this process would wait for ever
             traceback.print_exc()
             sys.stderr.flush()

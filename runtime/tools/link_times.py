@@ -66,9 +66,9 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
     arrays = [np.zeros(size // 4, np.float32) for size in MESSAGE_BYTES]
     if all(device.kind == "cpu" for device in devices):
         return [_measure_waiting(backends, connect(Hub(2), backends), array) for array in arrays]
-    mails = [ProcessMail(), ProcessMail()]
-    for rank, channel in enumerate(_channels()):
-        mails[rank].connect(1 - rank, channel)
+    mails = [ProcessMail(ends=True), ProcessMail(ends=True)]
+    for rank, (mail, end) in enumerate(zip(mails, socket.socketpair(), strict=True)):
+        mail.connect(1 - rank, Channel(end.detach()))
     by_nccl = has_gpu_each(devices)
     ends = [
         Collectives(rank, 2, ChannelMail(mails[rank], 0, rank, range(2)), {}, backend, by_nccl)
@@ -83,11 +83,6 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
     finally:
         for mail in mails:
             mail.finish()
-
-
-def _channels() -> list[Channel]:
-    """Both ends of a channel."""
-    return [Channel(end.detach()) for end in socket.socketpair()]
 
 
 def _measure_waiting(backends: Sequence[Backend], ends: Sequence[Collectives], array: Any) -> MeasuredLink:

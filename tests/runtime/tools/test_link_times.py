@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
@@ -53,7 +55,12 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     launched = replace(HOPPER, launch=1e-6)
     monkeypatch.setitem(PROFILES, "cuda", launched)
     devices = parse_devices(["cuda0", "cuda1", "cpu0"])
+    descriptors = psutil.Process().num_fds()
     machine = measure_machine(devices)
+    for listener in [thread for thread in threading.enumerate() if thread.name == "splitc mail"]:
+        listener.join(10)
+        assert not listener.is_alive()
+    assert psutil.Process().num_fds() == descriptors, "nothing is left of a pair of devices"
     found = machine.measured
     assert set(machine.speeds) == {"cuda0", "cuda1", "cpu"}
     assert all(each.flops and each.bytes for each in machine.speeds.values())
