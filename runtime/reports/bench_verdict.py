@@ -44,7 +44,7 @@ def _beside_unsplit(result: BenchResult) -> Iterator[str]:
 def _beside_before(result: BenchResult, before: EarlierBench | None) -> Iterator[str]:
     if before is None:
         return
-    rate, latency = result.rate / before.time.rate, result.latency.median / before.time.latency.median
+    rate, latency = result.rate / before.rate, result.latency.median / before.latency.median
     if max(abs(rate - 1), abs(latency - 1)) < WORTH:
         yield f"As fast as in {before.name}, within {WORTH:.0%}."
     else:

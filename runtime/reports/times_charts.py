@@ -26,7 +26,7 @@ PARTS = {"busy": "var(--busy)", "waiting": "var(--track)", "overhead": "var(--se
 
 def latency_section(result: BenchResult, before: EarlierBench | None) -> Section:
     """The times of requests."""
-    series = {NOW: result.seconds} | ({THEN: before.time.seconds} if before is not None else {})
+    series = {NOW: result.seconds} | ({THEN: before.seconds} if before is not None else {})
     series = {name: seconds for name, seconds in series.items() if seconds}
     numbers, rows = result.request_rows()
     table = Table("Time of a request", ("", "threads", *numbers), rows, numbers, folded=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_regular
@@ -15,9 +15,11 @@ from splitc.runtime.tools.bench import BenchResult, Latency, RankTimes
 from splitc.runtime.units import format_seconds
 
 
-@dataclass(frozen=True)
-class EarlierTimes:
-    """The compared fields of a bench; see BenchResult. Earlier versions did not keep the model."""
+class EarlierBench(Struct, frozen=True):
+    """The fields of a bench that are compared, see BenchResult, and its file's name.
+
+    Earlier versions did not keep the model.
+    """
 
     latency: Latency
     rate: float
@@ -26,24 +28,16 @@ class EarlierTimes:
     ranks: list[RankTimes]
     seconds: list[float]
     model: Source | None = None
-
-
-@dataclass(frozen=True)
-class EarlierBench:
-    """A bench from the file `name`."""
-
-    name: str
-    time: EarlierTimes
+    name: str = ""
 
     def rows(self, now: BenchResult) -> list[tuple[str, str, str, str]]:
         """The comparison: name, old value, new value, and new divided by old."""
-        then = self.time
         rows = [
-            _compared("latency", then.latency.median, now.latency.median),
-            _compared("90 %", then.latency.p90, now.latency.p90),
-            ("rate", f"{then.rate:.1f}/s", f"{now.rate:.1f}/s", f"{now.rate / then.rate:.2f}"),
+            _compared("latency", self.latency.median, now.latency.median),
+            _compared("90 %", self.latency.p90, now.latency.p90),
+            ("rate", f"{self.rate:.1f}/s", f"{now.rate:.1f}/s", f"{now.rate / self.rate:.2f}"),
         ]
-        for number, (before, after) in enumerate(zip(then.ranks, now.ranks, strict=False)):
+        for number, (before, after) in enumerate(zip(self.ranks, now.ranks, strict=False)):
             label = f"rank {number}" if before.device == after.device else f"rank {number}, then on {before.device}"
             rows.append(_compared(f"{label}: busy", before.busy, after.busy))
             rows.append(_compared(f"{label}: waiting", before.waiting, after.waiting))
@@ -51,18 +45,16 @@ class EarlierBench:
 
     def unlike(self, now: BenchResult) -> Sequence[str]:
         """The differences between the two beyond the package, which make their times less comparable."""
-        then = self.time
         differs = []
-        if then.model is not None and then.model.sha256 != now.model.sha256:
-            same = " (another file)" if then.model.name == now.model.name else ""
-            differs.append(f"model: {then.model.name} then, {now.model.name}{same} now")
-        if then.in_flight != now.in_flight:
-            differs.append(f"requests in flight: {then.in_flight} then, {now.in_flight} now")
-        if then.threads != now.threads:
-            differs.append(f"threads of each rank: {then.threads} then, {now.threads} now")
-        if len(then.ranks) != len(now.ranks):
-            differs.append(f"ranks: {len(then.ranks)} then, {len(now.ranks)} now")
-        return differs
+        if self.model is not None and self.model.sha256 != now.model.sha256:
+            same = " (another file)" if self.model.name == now.model.name else ""
+            differs.append(f"model: {self.model.name} then, {now.model.name}{same} now")
+        numbers = {
+            "requests in flight": (self.in_flight, now.in_flight),
+            "threads of each rank": (self.threads, now.threads),
+            "ranks": (len(self.ranks), len(now.ranks)),
+        }
+        return differs + [f"{what}: {old} then, {new} now" for what, (old, new) in numbers.items() if old != new]
 
 
 def read_bench(path: Path) -> EarlierBench:
@@ -70,10 +62,10 @@ def read_bench(path: Path) -> EarlierBench:
     check_regular(path)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        earlier = EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
-        if min(earlier.time.rate, earlier.time.latency.median) <= 0:
+        earlier = msgspec.json.decode(content["time"], type=EarlierBench)
+        if min(earlier.rate, earlier.latency.median) <= 0:
             raise msgspec.ValidationError("its requests take no time")
-        return earlier
+        return msgspec.structs.replace(earlier, name=path.name)
     except (msgspec.MsgspecError, KeyError, RecursionError) as error:
         raise MisuseError(
             f"{path} is not what 'splitc bench --json' prints: {error}. 'splitc bench ... --json > then.json' makes one"

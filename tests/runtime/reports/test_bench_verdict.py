@@ -14,7 +14,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.reports.bench_verdict import bench_verdict
 from splitc.runtime.reports.times_charts import latency_section
 from splitc.runtime.tools.bench import Baseline, BenchResult, Latency, RankTimes
-from splitc.runtime.tools.earlier_bench import EarlierBench, EarlierTimes, read_bench
+from splitc.runtime.tools.earlier_bench import EarlierBench, read_bench
 from tests.helpers.command import splitc
 from tests.helpers.packages import compile_mode
 from tests.runtime.reports.test_pages import words
@@ -76,7 +76,7 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
         assert "requests in flight: 1 then, 2 now" in text.lower()
     assert "unsplit" not in now.stdout, "nothing was compared with it"
     earlier = read_bench(then)
-    rows = {row[0]: row[3] for row in earlier.rows(result(0.1, 0.1, 0.1, rate=2 * earlier.time.rate))}
+    rows = {row[0]: row[3] for row in earlier.rows(result(0.1, 0.1, 0.1, rate=2 * earlier.rate))}
     assert rows["rate"] == "2.00" and len(rows) == 9
     then.write_text(json.dumps({"time": {**json.loads(then.read_text())["time"], "rate": 0}}))
     with pytest.raises(MisuseError, match="its requests take no time"):
@@ -94,8 +94,8 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
 )
 def test_another_model_is_named(then: Source | None, said: list[str]) -> None:
     now = result(0.1)
-    times = EarlierTimes(now.latency, now.rate, now.in_flight, now.threads, now.ranks, SECONDS, then)
-    assert EarlierBench("then", times).unlike(now) == said
+    earlier = EarlierBench(now.latency, now.rate, now.in_flight, now.threads, now.ranks, SECONDS, then)
+    assert earlier.unlike(now) == said
 
 
 def test_another_file_is_no_bench(package: Path, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_another_file_is_no_bench(package: Path, tmp_path: Path) -> None:
 
 def test_histogram_has_all_requests_but_those_far_off(package: Path) -> None:
     far = replace(result(0.1), seconds=[*SECONDS * 10, 9.0])
-    earlier = EarlierTimes(far.latency, far.rate, far.in_flight, far.threads, far.ranks, SECONDS)
-    section = latency_section(far, EarlierBench("then", earlier))
+    earlier = EarlierBench(far.latency, far.rate, far.in_flight, far.threads, far.ranks, SECONDS)
+    section = latency_section(far, earlier)
     assert section.chart is not None and any("1 that took longer, up to 9 s" in note for note in section.notes)
     assert latency_section(replace(far, seconds=[0.1]), None).chart is None
