@@ -9,7 +9,7 @@ from splitc.compiler.analysis.costs import nominal_speed
 from splitc.compiler.nodes import name_of, operator_name
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
-from splitc.runtime.reports.contents import Chart, Search, Section, Table
+from splitc.runtime.reports.contents import Chart, Section, Table
 from splitc.runtime.reports.strips import colour_of
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
 from splitc.runtime.units import format_bytes, format_seconds
@@ -100,7 +100,7 @@ def _search(costs: Sequence[NodeCost]) -> Section:
         for cost in listed
     ]
     numbers = ("time", "weights", "makes")
-    search = Search("a node, an operator or a block", ("node", "operator", "block", "rank", *numbers), rows, numbers)
+    search = Table("a node, an operator or a block", ("node", "operator", "block", "rank", *numbers), rows, numbers)
     notes = (
         [] if len(listed) == len(costs) else [f"The {len(listed)} slowest of {len(costs)} nodes, the slowest first."]
     )

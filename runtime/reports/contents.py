@@ -24,16 +24,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Search:
-    """Rows that a reader can filter by text. `title` says what to search for."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class StripRank:
     """A rank in a strip: its number, device, weights in bytes, and which of its stage's blocks it holds.
 
@@ -60,7 +50,8 @@ class StripStage:
 class Section:
     """A part of a chapter. `overview` is a small chart in which a part of `chart` is chosen.
 
-    `legend` has the colours of the chart by what they mean. They are in the page's text, which fits phones.
+    `legend` has the colours of the chart by what they mean. They are in the page's text, which fits phones. A reader
+    filters the rows of `search` by text; its title says what to search for.
     """
 
     title: str
@@ -70,7 +61,7 @@ class Section:
     chart: Chart | None = None
     overview: Chart | None = None
     tables: Sequence[Table] = ()
-    search: Search | None = None
+    search: Table | None = None
 
 
 @dataclass(frozen=True)
