@@ -42,14 +42,15 @@ def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bo
     firsts = _share_stages(ranks[:size])
     groups = [[copy * size + number for copy in range(copies) for number in group] for group in firsts]
     stages = []
-    for number, group in enumerate(groups):
+    for stage, group in enumerate(groups):
         blocks = max((ranks[number].blocks for number in group), key=len)
-        shown = [
-            StripRank(number, rank.device, rank.weights, *_held(blocks, rank), _radial_bytes(cuts, number, is_radial))
-            for number, rank in ((number, ranks[number]) for number in group)
-        ]
-        is_last = is_radial or number == len(groups) - 1
-        stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, number)))
+        shown = []
+        for number in group:
+            rank, own = ranks[number], set(ranks[number].blocks)
+            exchanged = _bytes(cuts, number - 1) if is_radial and number else None
+            shown.append(StripRank(number, rank.device, rank.weights, [block in own for block in blocks], exchanged))
+        is_last = is_radial or stage == len(groups) - 1
+        stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, stage)))
     rows = []
     for number, cut in enumerate(cuts):
         place = (
@@ -88,14 +89,5 @@ def _share_stages(ranks: Sequence[ShownRank]) -> list[list[int]]:
     return stages
 
 
-def _held(blocks: Sequence[str], rank: ShownRank) -> tuple[list[bool]]:
-    own = set(rank.blocks)
-    return ([block in own for block in blocks],)
-
-
 def _bytes(cuts: Sequence[Cut], number: int) -> int:
     return cuts[number].bytes if number < len(cuts) else 0
-
-
-def _radial_bytes(cuts: Sequence[Cut], rank: int, is_radial: bool) -> int | None:
-    return _bytes(cuts, rank - 1) if is_radial and rank else None
