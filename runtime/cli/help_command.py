@@ -8,7 +8,7 @@ import typer
 from rich.markdown import Markdown
 
 from splitc.runtime.cli.help import WIDEST, print_help
-from splitc.runtime.cli.pages import DOCS, page_names, read_page, section_names
+from splitc.runtime.cli.pages import page_files, read_page, section_names
 from splitc.runtime.cli.shared_options import JSON
 from splitc.runtime.cli.terminal import out, print_json, print_output, table
 
@@ -16,10 +16,10 @@ from splitc.runtime.cli.terminal import out, print_json, print_output, table
 def _topics(ctx: typer.Context, incomplete: str) -> list[str]:
     """The commands, the pages of the documentation, and the sections of the page that is typed."""
     page, mark, _ = incomplete.partition("#")
-    if mark and page in page_names():
+    if mark and page in page_files():
         return [f"{page}#{section}" for section in section_names(page)]
     commands: Any = ctx.parent and ctx.parent.command
-    return [*commands.list_commands(ctx.parent), *page_names()]
+    return [*commands.list_commands(ctx.parent), *page_files()]
 
 
 def help_command(
@@ -58,7 +58,7 @@ def help_command(
 
 
 def _list_pages(context: typer.Context, as_json: bool) -> None:
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in page_files().items()}
     pages = {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
     if as_json:
         print_json(pages)
@@ -67,6 +67,6 @@ def _list_pages(context: typer.Context, as_json: bool) -> None:
     context.parent.get_help()  # which prints it
     out.print()
     rows = table("topic", "splitc help TOPIC shows the page")
-    for name, title in sorted(pages.items()):
+    for name, title in pages.items():
         rows.add_row(name, title)
     out.print(rows)

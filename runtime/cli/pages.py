@@ -10,46 +10,41 @@ from splitc.runtime.errors import MisuseError, SplitcError
 
 # The pages lie beside the two packages, both in the repository and in an installation.
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# The page and section about options that an error may name.
-OPTION_PAGES = {
-    **dict.fromkeys(("--device", "-d"), "planning#devices"),
-    **dict.fromkeys(("--memory", "--headroom"), "planning#budgets"),
-    **dict.fromkeys(("--hosts", "--interconnect"), "planning#hosts"),
-    **dict.fromkeys(("--objective", "--tensor-split", "--spread"), "planning#objectives-and-shares"),
-    **dict.fromkeys(("--profile", "--threads"), "planning#objectives-and-shares"),
-    **dict.fromkeys(
-        ("--split-mode", "--batch-groups", "--pipeline-stages", "--main-device", "--row-min", "--fallback"),
-        "split-modes",
-    ),
-    **dict.fromkeys(("--place", "--experts", "--weights-at"), "placement"),
-    "--explain": "split-modes#tensor-mode",
-    "--no-fuse": "fusion",
-    "--plan": "planning#editing-the-plan",
-    "--shapes": "shapes#shapes-to-plan-for",
-    **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),
-    "--set": "shapes#inputs-that-are-settings",
-    **dict.fromkeys(("--state", "--no-state"), "shapes#states"),
-    **dict.fromkeys(("--export", "--module"), "pipelines"),
-    **dict.fromkeys(("--lora", "--lora-slots", "--adapter"), "adapters"),
-    **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
-    **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),
-    "--reference": "checking#the-reference",
-    "--weights": "package-format#the-package",
-    "--trust-external-data": "errors#what-is-trusted",
-    **dict.fromkeys(("--baseline", "--baseline-threads", "--in-flight", "--runs", "--before"), "measuring#bench"),
-    "--trace": "measuring#trace",
-    "--report": "reports",
-    "--measure": "measuring#devices---measure",
-    **dict.fromkeys(("--engine", "--workspace", "--timing-cache", "--build", "--weight-streaming"), "engines"),
-    **dict.fromkeys(("--output", "--force"), "errors#what-is-written"),
-    **dict.fromkeys(("--audio", "--language", "--task"), "speech"),
-    "--image": "genai#images",
-    "--swap": "pipelines",
-    **dict.fromkeys(("--sequences", "--batch", "--ensemble", "--plans", "--idle", "--capacity"), "serving"),
-    **dict.fromkeys(("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"), "python#generating"),
-    "--ranks": "gpus#one-process-a-gpu",
-    "--rank": "planning#hosts",
+# The options that an error may name, by the page or section about them.
+_OF_OPTIONS = {
+    "planning#devices": ("--device", "-d"),
+    "planning#budgets": ("--memory", "--headroom"),
+    "planning#hosts": ("--hosts", "--interconnect", "--rank"),
+    "planning#objectives-and-shares": ("--objective", "--tensor-split", "--spread", "--profile", "--threads"),
+    "split-modes": ("--split-mode", "--batch-groups", "--pipeline-stages", "--main-device", "--row-min", "--fallback"),
+    "placement": ("--place", "--experts", "--weights-at"),
+    "split-modes#tensor-mode": ("--explain",),
+    "fusion": ("--no-fuse",),
+    "planning#editing-the-plan": ("--plan",),
+    "shapes#shapes-to-plan-for": ("--shapes",),
+    "shapes#ranges-for-engines-that-are-built": ("--min-shapes", "--opt-shapes", "--max-shapes"),
+    "shapes#inputs-that-are-settings": ("--set",),
+    "shapes#states": ("--state", "--no-state"),
+    "pipelines": ("--export", "--module", "--swap"),
+    "adapters": ("--lora", "--lora-slots", "--adapter"),
+    "checking#made-up-inputs": ("--fill", "--seed"),
+    "checking#files-of-arrays": ("--inputs", "--outputs"),
+    "checking#the-reference": ("--reference",),
+    "package-format#the-package": ("--weights",),
+    "errors#what-is-trusted": ("--trust-external-data",),
+    "measuring#bench": ("--baseline", "--baseline-threads", "--in-flight", "--runs", "--before"),
+    "measuring#trace": ("--trace",),
+    "reports": ("--report",),
+    "measuring#devices---measure": ("--measure",),
+    "engines": ("--engine", "--workspace", "--timing-cache", "--build", "--weight-streaming"),
+    "errors#what-is-written": ("--output", "--force"),
+    "speech": ("--audio", "--language", "--task"),
+    "genai#images": ("--image",),
+    "serving": ("--sequences", "--batch", "--ensemble", "--plans", "--idle", "--capacity"),
+    "python#generating": ("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"),
+    "gpus#one-process-a-gpu": ("--ranks",),
 }
+OPTION_PAGES = {option: page for page, options in _OF_OPTIONS.items() for option in options}
 # The page about each command.
 COMMAND_PAGES = {
     **dict.fromkeys(("plan", "compile"), "planning"),
@@ -84,9 +79,9 @@ def read_page(topic: str) -> str:
     Raises MisuseError if there is no such page or section.
     """
     name, _, section = topic.partition("#")
-    pages = {path.stem: path for path in sorted(DOCS.rglob("*.md"))}
+    pages = page_files()
     if name not in pages:
-        raise MisuseError(f"there is no page or command '{name}': the pages are {', '.join(sorted(pages))}")
+        raise MisuseError(f"there is no page or command '{name}': the pages are {', '.join(pages)}")
     # Comments are for the tests that run the page's examples.
     lines = re.sub(r"<!--.*?-->\n", "", pages[name].read_text(encoding="utf-8")).splitlines()
     if not section:
@@ -100,9 +95,9 @@ def read_page(topic: str) -> str:
     return "\n".join(lines[start : next(ends, len(lines))])
 
 
-def page_names() -> list[str]:
-    """The names of the pages."""
-    return sorted(path.stem for path in DOCS.rglob("*.md"))
+def page_files() -> dict[str, Path]:
+    """The files of the pages, by name in alphabetical order."""
+    return {path.stem: path for path in sorted(DOCS.rglob("*.md"), key=lambda path: path.stem)}
 
 
 def section_names(page: str) -> list[str]:
