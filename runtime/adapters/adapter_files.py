@@ -83,12 +83,8 @@ def adapter_of(arrays: Mapping[str, Any]) -> Adapter:
     for name, given in arrays.items():
         with blamed(f"the adapter's '{name}' can't be converted to an array"):
             array = read_tensor(given.cpu()) if is_tensor(given) else np.asarray(given)
-        stored[str(name)] = _Stored(array.dtype.name, array.shape, partial(_same, array))
+        stored[str(name)] = _Stored(array.dtype.name, array.shape, partial(np.asarray, array))
     return Adapter("that was given", _pair("the adapter that was given", stored, lambda module: Scaling()))
-
-
-def _same(array: Array) -> Array:
-    return array
 
 
 def find_file(path: Path) -> Path:

@@ -10,12 +10,12 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError, needed
 from splitc.runtime.files.written import read_config
+from splitc.runtime.integrations.arguments import FORWARD
 from splitc.runtime.package.pipeline_file import PipelineFile, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 from splitc.runtime.session.session import Session
 
 INDEX, CONFIG = "model_index.json", "config.json"
-FORWARD = "forward"
 NEEDS = "diffusers' pipelines need diffusers, transformers and torch: pip install splitc[diffusers]"
 # Modules that are one method of a component: `vae_encoder` is the `encode` of `vae`.
 METHODS = {"_encoder": "encode", "_decoder": "decode"}

@@ -15,6 +15,7 @@ from splitc.runtime.adapters.adapter import Adapter
 from splitc.runtime.adapters.adapter_files import adapter_of, read_adapter
 from splitc.runtime.adapters.asked import divide
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.integrations.arguments import FORWARD
 from splitc.runtime.session.session import Session
 from splitc.runtime.units import first_few
 
@@ -164,7 +165,7 @@ def with_scaled_prompt(plain: Callable[..., Any]) -> Callable[..., Any]:
 def sessions_of(pipeline: Any) -> dict[str, Session]:
     """The sessions of a pipeline's models, by component."""
     parts = {name: getattr(part, "sessions", {}) for name, part in pipeline.components.items()}
-    return {name: sessions["forward"] for name, sessions in parts.items() if "forward" in sessions}
+    return {name: sessions[FORWARD] for name, sessions in parts.items() if FORWARD in sessions}
 
 
 def _parts(adapter: Adapter, sessions: Mapping[str, Session]) -> dict[str, Adapter]:

@@ -16,14 +16,14 @@ from transformers.utils import ModelOutput
 
 from splitc.runtime.arrays.torch_tensors import to_torch
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.integrations.arguments import ModelMethod, method_of, numbered_together
+from splitc.runtime.integrations.arguments import FORWARD, ModelMethod, method_of, numbered_together
 from splitc.runtime.integrations.diffusers_adapters import MERGES, PROMPT, PackageAdapters, scaled, with_scaled_prompt
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
 # The result of a method, by its name, from a part and its session's outputs.
 Answer = Callable[[Any, Mapping[str, torch.Tensor]], BaseOutput | ModelOutput]
-FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
+ENCODE, DECODE = "encode", "decode"
 HOST = torch.device("cpu")
 # Methods that would change what a compiled model computes.
 CHANGES = (
