@@ -1,9 +1,4 @@
-"""The time and memory of one ONNX file on a device, measured in a process of its own.
-
-    python -m splitc.runtime.tools.engine_costs FILE DEVICE THREADS INPUTS
-
-runs it on the inputs in the file, and prints what it costs as JSON.
-"""
+"""The time and memory of one ONNX file on a device, measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,11 +19,11 @@ from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.gpu.array import Tape
 from splitc.runtime.gpu.device import GpuDevice
-from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.ipc.child_python import last_lines, python_command
 from splitc.runtime.ranks.recording import capture
 from splitc.runtime.threads.failures import Failure, attempt
-from splitc.runtime.tools.rank_memory import peak_bytes, read_arrays, resident_bytes, write_arrays
+from splitc.runtime.tools.rank_memory import peak_bytes, read_job, resident_bytes, write_job
 
 # Runs that do not count, and those whose median does. A choice: more take longer, of each block.
 WARMUP, RUNS = 2, 7
@@ -50,37 +45,28 @@ class EngineCosts(msgspec.Struct, frozen=True):
 def measure_engine(
     path: Path, device: Device, threads: int, feeds: Mapping[str, npt.NDArray[Any]], in_place: Mapping[str, str]
 ) -> EngineCosts:
-    """The costs of a file. `in_place` maps inputs to the outputs that overwrite them.
+    """The costs of a file. `in_place` maps outputs to the inputs that they overwrite.
 
     Raises SplitcError if it does not run.
     """
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
-        inputs = Path(folder) / "inputs"
-        write_arrays(inputs, feeds)
-        command = python_command(
-            f"from {__name__} import main",
-            "main()",
-            path,
-            device,
-            threads,
-            inputs,
-            msgspec.json.encode(in_place).decode(),
-        )
+        job = write_job(Path(folder) / "job", (path, device, threads, feeds, in_place))
+        command = python_command(f"from {__name__} import main", "main()", job)
         (printed,) = last_lines([command], [f"measure a block on {device}"])
     return msgspec.json.decode(printed, type=EngineCosts)
 
 
 def main() -> None:
-    path, device, threads, inputs, in_place = sys.argv[1:]
-    backend = make_backend(ONNXRUNTIME, parse_devices([device])[0], int(threads))
-    arrays = read_arrays(Path(inputs))
+    """Measure the file of the job that the command line names, and print its costs as JSON."""
+    path, device, threads, arrays, in_place = read_job(sys.argv[1])
+    backend = make_backend(ONNXRUNTIME, device, threads)
     backend.attach()
     before = backend.used_bytes()
     resident = resident_bytes()
-    engine = backend.load(Path(path))
+    engine = backend.load(path)
     _forget_peak()
     feeds = {name: backend.upload(array) for name, array in arrays.items()}
-    into = {output: feeds[name] for output, name in msgspec.json.decode(in_place).items()}
+    into = {output: feeds[name] for name, output in in_place.items()}
     seconds = _timed(partial(_run, backend, engine, feeds, into))
     now = backend.used_bytes()
     taken = peak_bytes() - resident if before is None or now is None else now - before

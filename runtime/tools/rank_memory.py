@@ -1,11 +1,4 @@
-"""Measure each rank's memory, in a separate process for each rank.
-
-    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS MEETING ADAPTED
-
-runs one rank on the inputs in the file, writes the values that it sends to other ranks, and prints its memory as JSON.
-MEETING is the descriptor of the shared memory for collectives of its group's engines; -1 if there are none. If ADAPTED
-is 1, the file also has a sum of adapters.
-"""
+"""Measure each rank's memory, in a separate process for each rank."""
 
 from __future__ import annotations
 
@@ -14,6 +7,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +34,24 @@ from splitc.runtime.requests.preamble import rank_feeds
 from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.futures import Executor
 from splitc.runtime.threads.progress import counted
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a process does: it runs a rank of a package on the arrays, and prints its memory as JSON.
+
+    - `sent`: the file for the values that the rank sends to others.
+    - `meeting`: the descriptor of the shared memory for collectives of its group's engines; -1 if there are none.
+    - `adapted`: whether the arrays have a sum of adapters, with which it runs too.
+    """
+
+    package: Path
+    number: int
+    threads: int
+    arrays: Mapping[str, npt.NDArray[Any]]
+    sent: Path
+    meeting: int
+    adapted: bool
 
 
 def measure_memory(
@@ -100,32 +112,32 @@ def _measure_group(
     try:
         commands = []
         for number in group:
-            inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
             wanted = {name for engine in ranks[number].engines for name in engine.inputs}
             wanted |= {step.value for step in ranks[number].program if isinstance(step, Receive)}
-            given = _cut_feeds(ranks[number], {name: array for name, array in values.items() if name in wanted})
-            write_arrays(inputs, given if shards is None else {**given, **shards[number]})
-            arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
-            commands.append(python_command(f"from {__name__} import main", "main()", *arguments))
+            arrays = _cut_feeds(ranks[number], {name: array for name, array in values.items() if name in wanted})
+            arrays.update({} if shards is None else shards[number])
+            sent, adapted = folder / f"sent{number}", shards is not None
+            job = write_job(folder / f"job{number}", _Job(package, number, threads, arrays, sent, memory, adapted))
+            commands.append(python_command(f"from {__name__} import main", "main()", job))
         what = [f"measure the memory of rank {number} ({ranks[number].device})" for number in group]
         printed = last_lines(commands, what, [memory] if memory >= 0 else [])
     finally:
         if memory >= 0:
             os.close(memory)
     for number in group:
-        values.update(read_arrays(folder / f"outputs{number}"))
+        values.update(read_job(folder / f"sent{number}"))
     return {number: msgspec.json.decode(line, type=RankMemory) for number, line in zip(group, printed, strict=True)}
 
 
-def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write arrays for splitc's own processes. Pickle keeps all number types."""
-    path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
+def write_job(path: Path, job: Any) -> Path:
+    """Write an object for a process of our own, and return the path. Pickle keeps all number types of arrays."""
+    path.write_bytes(pickle.dumps(job, pickle.HIGHEST_PROTOCOL))
+    return path
 
 
-def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read a file of `write_arrays`."""
-    arrays: dict[str, npt.NDArray[Any]] = pickle.loads(path.read_bytes())
-    return arrays
+def read_job(path: str | Path) -> Any:
+    """The object in a file of `write_job`."""
+    return pickle.loads(Path(path).read_bytes())
 
 
 def _run_together(
@@ -220,57 +232,48 @@ class Alone:
         return parts
 
 
-def _measure_rank(
-    manifest: Manifest,
-    number: int,
-    end: MeetingEnd,
-    package: Path,
-    threads: int,
-    inputs: Path,
-    outputs: Path,
-    adapted: bool,
-) -> RankMemory:
+def _measure_rank(job: _Job, manifest: Manifest, end: MeetingEnd) -> RankMemory:
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
-    With `adapted`, it also runs with adapters. Weights in mapped files count as far as requests read them, but not for
-    loading: the system may drop them again. A request's memory includes its feeds. A state that is overwritten counts
-    once, as an output. Adapters count as the rank's own copy.
+    Weights in mapped files count as far as requests read them, but not for loading: the system may drop them again. A
+    request's memory includes its feeds. A state that is overwritten counts once, as an output. Adapters count as the
+    rank's own copy.
     """
-    arrays, rank = read_arrays(inputs), manifest.ranks[number]
-    backend = OnnxRuntimeBackend(threads)
+    arrays, rank = job.arrays, manifest.ranks[job.number]
+    backend = OnnxRuntimeBackend(job.threads)
     backend.limit(rank.limit_bytes)
     if manifest.maps_weights:
         backend.map_weights()
     before = resident_bytes()
-    engines = _load(backend, Setup(number, package, manifest), lambda _: end)
+    engines = _load(backend, Setup(job.number, job.package, manifest), lambda _: end)
     loaded, loading, mapped = resident_bytes(), peak_bytes(), _status("RssFile") or 0
     alone = Alone(arrays, backend)
     slots = choices_of(manifest, rank)[ADAPTED]
     given = {name: array for name, array in arrays.items() if name in rank.inputs}
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_upload, backend, given)
     execute(program, alone, feeds)
-    if adapted:  # also ranks without slots: others may wait for them
+    if job.adapted:  # also ranks without slots: others may wait for them
         end.begin(1)
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # copies, as in a session
         execute(program, alone, lambda: {**feeds(), **held})
     running = peak if (peak := peak_bytes()) > loading else resident_bytes()
     loaded += max(0, (_status("RssFile") or 0) - mapped)
-    write_arrays(outputs, alone.sent)
+    write_job(job.sent, alone.sent)
     counted = slots.union(state.input for state in manifest.states if state.in_place)
     running += sum(array.nbytes for name, array in arrays.items() if name not in counted)
-    return measured_memory(rank, max(0, loaded - before), max(loading, running) - before, adapted)
+    return measured_memory(rank, max(0, loaded - before), max(loading, running) - before, job.adapted)
 
 
 def main() -> None:
-    package, number, threads, inputs, outputs, memory, adapted = sys.argv[1:]
-    manifest = read_manifest(Path(package))
-    group = _group(manifest.ranks[int(number)]) or [int(number)]
-    meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
-    end = meeting.join(group.index(int(number)))
+    """Do the job in the file that the command line names."""
+    job: _Job = read_job(sys.argv[1])
+    manifest = read_manifest(job.package)
+    group = _group(manifest.ranks[job.number]) or [job.number]
+    meeting = Meeting(len(group), map_memory(job.meeting) if job.meeting >= 0 else None)
+    end = meeting.join(group.index(job.number))
     try:
-        files = Path(package), int(threads), Path(inputs), Path(outputs)
         with Executor(1) as pool:  # glibc places a thread's blocks otherwise than the main one's, and ranks are threads
-            measured = pool.submit(_measure_rank, manifest, int(number), end, *files, adapted == "1").result()
+            measured = pool.submit(_measure_rank, job, manifest, end).result()
     except BaseException:
         meeting.abort()  # the others wait for this rank
         raise
