@@ -93,8 +93,13 @@ class Conversation:
         if self._session.manifest.states:
             self._sequence = self._session.start(capacity)
 
-    def read_prompt(self, prompt: Sequence[int], chunk: int) -> Logits:
-        """Read a prompt first, in chunks."""
+    def read_prompt(self, prompt: Sequence[int], chunk: int, prefill: ModelRunner | None = None) -> Logits:
+        """Read a prompt first, in chunks; or at once with another package, which computes the caches.
+
+        Raises MisuseError if that lacks some.
+        """
+        if prefill is not None:
+            return self._read_prompt_with(prefill, prompt)
         self._chunk = self._feeder.chunk(len(prompt), chunk)
         if self._sequence is None:
             return self.read(prompt)
@@ -122,8 +127,7 @@ class Conversation:
             logits = self._read(tokens[first : first + self._chunk])
         return logits
 
-    def read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
-        """Read a prompt with another package, which computes the caches. Raises MisuseError if it lacks some."""
+    def _read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
         self._feeder.chunk(len(prompt), len(prompt))  # raises for a model that can't go on token by token
         manifest, signature, handed = self._session.manifest, find_signature(prefill.manifest), self._signature.handed
         outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(prompt, len(prompt)))

@@ -111,9 +111,7 @@ class EncoderDecoder:
         signature = find_signature(decoder.manifest, None if prefill is None else prefill.manifest)
         conversation = Conversation(decoder, signature, len(tokens), None)
         try:
-            if prefill is not None:
-                return conversation.read_prompt_with(prefill, tokens)
-            return conversation.read_prompt(tokens, len(tokens))
+            return conversation.read_prompt(tokens, len(tokens), prefill)
         finally:
             conversation.close()
 

@@ -84,10 +84,7 @@ def generate(
     most = None if prefill is not None else len(prompt) + max(1, count) - 1
     conversation = Conversation(session, signature, len(prompt), most)
     try:
-        if prefill is not None:
-            logits = conversation.read_prompt_with(prefill, prompt)
-        else:
-            logits = conversation.read_prompt(prompt, prompt_chunk)
+        logits = conversation.read_prompt(prompt, prompt_chunk, prefill)
         timings.prompt_tokens, timings.prompt_seconds = len(prompt), time.perf_counter() - start
         for number in range(count):
             token = choose_token(logits if rules is None else rules(logits, tokens), sampling, generator)
