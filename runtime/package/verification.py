@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,16 +84,15 @@ class Verification:
         paths, listed = frozenset(first), list(files) if verify != NEVER else []
         for file in listed:
             check_unread(package, file)
-        compared = (file.bytes for file in listed if file.hash is not None and not self._is_known(file, file.hash))
-        self._count = counting("comparing hashes", Bytes(sum(compared)))
+        self._count = counting("comparing hashes", Bytes(sum(file.bytes for file, _ in self._unknown(listed))))
         self._first = [file for file in listed if file.path in paths]
         self._others = [file for file in listed if file.path not in paths]
         self._pool = Executor(1, "splitc verifies")
 
     def begin(self) -> None:
         """Compare the files that must be first, and start on the others."""
-        self._verify_all(self._first)
-        self._rest = self._pool.submit(self._verify_all, self._others)
+        self._verify(self._first)
+        self._rest = self._pool.submit(self._verify, self._others)
 
     def finish(self) -> None:
         """Wait until all files are compared. Raises PackageError for one that differs."""
@@ -107,26 +106,21 @@ class Verification:
         if self._remembers and self._found:
             _remember(self._package, self._found)
 
-    def _verify_all(self, files: Sequence[File]) -> None:
+    def _verify(self, files: Sequence[File]) -> None:
+        for file, known in self._unknown(files):
+            path = self._package / file.path
+            if hash_package_file(path, file, self._check_stopped) != file.hash:
+                raise PackageError(f"{path} was changed since it was compiled (its hash differs from the manifest's)")
+            self._found.append(known)
+
+    def _unknown(self, files: Iterable[File]) -> Iterator[tuple[File, Known]]:
+        """The files with a hash that are not known to match it, as they are now."""
         for file in files:
-            if (expected := file.hash) is not None:
-                self._verify(file, expected)
-
-    def _verify(self, file: File, expected: str) -> None:
-        path = self._package / file.path
-        known = self._describe(file, expected)
-        if known in self._known:
-            return
-        if hash_package_file(path, file, self._check_stopped) != expected:
-            raise PackageError(f"{path} was changed since it was compiled (its hash differs from the manifest's)")
-        self._found.append(known)
-
-    def _is_known(self, file: File, expected: str) -> bool:
-        return self._describe(file, expected) in self._known
-
-    def _describe(self, file: File, expected: str) -> Known:
-        status = (self._package / file.path).stat()
-        return file.path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, expected
+            if file.hash is not None:
+                status = (self._package / file.path).stat()
+                known = (file.path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, file.hash)
+                if known not in self._known:
+                    yield file, known
 
     def _check_stopped(self, count: int) -> None:
         self._count(count)
