@@ -16,7 +16,7 @@ from splitc.runtime.generate.capacity import USUAL_CONTEXT, find_capacity
 from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
 from splitc.runtime.generate.text import Text
 from splitc.runtime.hardware.devices import device_named
-from splitc.runtime.package.manifest import EngineFile, Manifest, Rank, Tensor
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module
 from splitc.runtime.package.states import State
@@ -89,22 +89,13 @@ def _with_gap(name: str, number: re.Match[str]) -> str:
 
 def _sizes(manifest: Manifest) -> tuple[int, int]:
     """The heads of a cache, and the size of each. Raises MisuseError if caches differ, or are of another form."""
-    inputs = {tensor.name: tensor for tensor in manifest.inputs}
-    forms = {_form(inputs[state.input], state) for state in manifest.states}
-    if len(forms) != 1 or None in forms:
-        raise MisuseError(
-            f"genai needs equal caches, batch x heads x length x head, and {manifest.source.name} has others"
-        )
-    ((heads, head),) = (form for form in forms if form is not None)
-    return heads, head
-
-
-def _form(tensor: Tensor, state: State) -> tuple[int, int] | None:
-    shape = tensor.shape
-    if shape is None or len(shape) != 4 or state.grows != 2:
-        return None
-    heads, head = shape[1], shape[3]
-    return (heads, head) if isinstance(heads, int) and isinstance(head, int) else None
+    shapes = {tensor.name: tensor.shape or [] for tensor in manifest.inputs}
+    forms = {(len(shape := shapes[state.input]), state.grows, *shape[1::2]) for state in manifest.states}
+    axes, grows, *sizes = next(iter(forms))
+    match sizes:
+        case [int(heads), int(head)] if (len(forms), axes, grows) == (1, 4, 2):
+            return heads, head
+    raise MisuseError(f"genai needs equal caches, batch x heads x length x head, and {manifest.source.name} has others")
 
 
 TYPE = "decoder-pipeline"
