@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.files.written import indented, written_whole
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
-from splitc.runtime.serving.served_folders import find_packages, new_models, put_package
+from splitc.runtime.serving.served_folders import ServedModel, find_models, new_models, put_package
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving
 from splitc.runtime.session.session import choose_devices
 
@@ -32,13 +32,13 @@ def export_mlserver(
     The server's `settings.json` is written if there is none. `sequences` is as in `export_triton`. Raises MisuseError
     for tensors that clients can't send or get, and for a model that exists.
     """
-    packages = find_packages(package, module, name)
-    servings = serving.of([manifest for _, manifest in packages.values()], sequences)
-    with new_models(folder, packages) as folders:
-        for place, own, (known, (source, manifest)) in zip(folders, servings, packages.items(), strict=True):
-            write_model(place, known, source, manifest, own, MODEL)
+    models = find_models(package, module, name)
+    servings = serving.of([model.manifest for model in models], sequences)
+    with new_models(folder, [model.name for model in models]) as folders:
+        for place, model, own in zip(folders, models, servings, strict=True):
+            write_model(place, model, own, MODEL)
     write_settings(folder)
-    return [folder / known for known in packages]
+    return [folder / model.name for model in models]
 
 
 def write_settings(folder: Path) -> None:
@@ -47,18 +47,18 @@ def write_settings(folder: Path) -> None:
         _write_json(folder / "settings.json", SETTINGS)
 
 
-def write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, kind: str) -> None:
+def write_model(folder: Path, model: ServedModel, serving: Serving, kind: str) -> None:
     """Write a model into its folder. `kind` is the class that MLServer makes of it."""
-    choose_devices(manifest, serving.devices)
-    interface = find_interface(manifest, serving.sequences)
+    choose_devices(model.manifest, serving.devices)
+    interface = find_interface(model.manifest, serving.sequences)
     settings = {
-        "name": name,
+        "name": model.name,
         "implementation": kind,
         "inputs": list(_describe([*interface.inputs, *interface.optional])),
         "outputs": list(_describe(interface.outputs)),
         "parameters": {"uri": f"./{FILE_NAME}"},
     }
-    put_package(package, manifest, serving, folder)
+    put_package(model, serving, folder)
     _write_json(folder / "model-settings.json", settings)
 
 

@@ -13,7 +13,7 @@ from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.text import Text
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.serving.mlserver_folder import write_model, write_settings
-from splitc.runtime.serving.served_folders import find_packages, new_models
+from splitc.runtime.serving.served_folders import find_models, new_models
 from splitc.runtime.serving.serving_file import Serving
 
 MODEL = "splitc.runtime.serving.openai_model.OpenAIModel"
@@ -41,21 +41,21 @@ def export_openai(
     Without a `tokenizer`, the one in the package is used. Raises MisuseError as `export_mlserver` does, for a package
     of several models, for one that is no language model, and if there is no tokenizer.
     """
-    packages = find_packages(package, module, name)
-    if len(packages) > 1:
-        raise MisuseError(f"{package} has {len(packages)} models ({', '.join(packages)}): name the decoder by --module")
-    known, (source, manifest) = next(iter(packages.items()))
-    find_signature(manifest)
+    model, *others = find_models(package, module, name)
+    if others:
+        names = ", ".join(one.name for one in (model, *others))
+        raise MisuseError(f"{package} has {1 + len(others)} models ({names}): name the decoder by --module")
+    find_signature(model.manifest)
     files = _find_files(package, module, tokenizer)
-    with new_models(folder, [known]) as (own,):
+    with new_models(folder, [model.name]) as (own,):
         chosen = msgspec.structs.replace(serving, sequences=False, tokenizer=TOKENIZER, context=context)
-        write_model(own, known, source, manifest, chosen, MODEL)
+        write_model(own, model, chosen, MODEL)
         (own / TOKENIZER).mkdir()
         for file in files.values():
             link_file(file, own / TOKENIZER / file.name)
         Text.load(own / TOKENIZER)
     write_settings(folder)
-    return [folder / known]
+    return [folder / model.name]
 
 
 def _find_files(package: Path, module: str | None, tokenizer: Path | None) -> dict[str, Path]:

@@ -8,6 +8,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,17 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.threads.progress import Bytes, counting
 
 
-def find_packages(package: Path, module: str | None, name: str | None) -> dict[str, tuple[Path, Manifest]]:
-    """The packages to export, by the names of models: one, which may be called `name`, or each module of a pipeline.
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of a server: its name, its package's folder, and the manifest."""
+
+    name: str
+    package: Path
+    manifest: Manifest
+
+
+def find_models(package: Path, module: str | None, name: str | None) -> list[ServedModel]:
+    """The models to export: one, which may be called `name`, or each module of a pipeline.
 
     Raises PackageError and MisuseError as `find_module` does, and for a name of several.
     """
@@ -44,7 +54,7 @@ def find_packages(package: Path, module: str | None, name: str | None) -> dict[s
     for model in folders:
         if not model or model != Path(model).name or model.startswith(".") or not model.isprintable():
             raise MisuseError(f"{model!r} can't be a model's name, which is that of a folder: give another --name")
-    return {model: (folder, read_manifest(folder)) for model, folder in folders.items()}
+    return [ServedModel(model, folder, read_manifest(folder)) for model, folder in folders.items()]
 
 
 @contextmanager
@@ -78,13 +88,13 @@ def _check_new(target: Path) -> None:
         raise MisuseError(f"there is no folder {target.absolute().parent} to write {target.name} into")
 
 
-def put_package(package: Path, manifest: Manifest, serving: Serving, folder: Path) -> None:
-    """Put a package into the folder that a server opens it from, with its adapters and the file that says how.
+def put_package(model: ServedModel, serving: Serving, folder: Path) -> None:
+    """Put a model's package into the folder that a server opens it from, with its adapters and the file that says how.
 
     Raises as `link_package` and `link_adapters`.
     """
-    link_package(package, manifest, folder / serving.package)
-    linked = link_adapters(serving.adapters, manifest, folder)
+    link_package(model.package, model.manifest, folder / serving.package)
+    linked = link_adapters(serving.adapters, model.manifest, folder)
     write_serving(folder, msgspec.structs.replace(serving, adapters=linked))
 
 

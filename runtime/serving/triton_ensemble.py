@@ -9,7 +9,7 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, TENSORRT
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
-from splitc.runtime.serving.served_folders import find_packages, new_models
+from splitc.runtime.serving.served_folders import ServedModel, find_models, new_models
 from splitc.runtime.serving.stage_engines import WITH_INT64, check_loadable, find_stages, write_stage_file
 from splitc.runtime.serving.triton_config import config_text, native_lines, quoted
 from splitc.runtime.threads.progress import counted
@@ -23,12 +23,13 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
     Clients feed states and get them back. Either all models are written or none. Raises MisuseError for a package
     without stages, for tensors that Triton does not support, and for a model that exists.
     """
-    models: dict[str, tuple[Path, Manifest, int | None]] = {}
-    for known, (source, manifest) in find_packages(package, module, name).items():
-        models[known] = source, manifest, None
-        models.update({stage_name(known, n): (source, manifest, n) for n in range(len(manifest.ranks))})
-    with new_models(repository, models) as folders:
-        for folder, (known, (source, manifest, number)) in zip(folders, models.items(), strict=True):
+    written: dict[str, tuple[ServedModel, int | None]] = {}
+    for model in find_models(package, module, name):
+        written[model.name] = model, None
+        written.update({stage_name(model.name, n): (model, n) for n in range(len(model.manifest.ranks))})
+    with new_models(repository, written) as folders:
+        for folder, (known, (model, number)) in zip(folders, written.items(), strict=True):
+            manifest = model.manifest
             (folder / "1").mkdir()
             if number is None:
                 config = ensemble_config(known, manifest)
@@ -38,9 +39,9 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
                 has_weights = manifest.engine == TENSORRT  # not the ONNX file that it was built from
                 paths = [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]
                 for path in counted(f"writing files of {known}", paths):
-                    write_stage_file(manifest, source / path, folder / "1" / Path(path).name)
+                    write_stage_file(manifest, model.package / path, folder / "1" / Path(path).name)
             (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-    return [repository / known for known in models]
+    return [repository / known for known in written]
 
 
 def stage_name(name: str, number: int) -> str:

@@ -13,7 +13,7 @@ from splitc.runtime.files.written import link_file
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest import EngineFile, Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Send
-from splitc.runtime.serving.served_folders import find_packages, new_models
+from splitc.runtime.serving.served_folders import find_models, new_models
 from splitc.runtime.serving.stage_engines import WITH_RANKS, check_loadable, check_one_copy
 from splitc.runtime.serving.triton_config import config_text, native_lines
 from splitc.runtime.threads.progress import counted
@@ -29,17 +29,17 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
     Clients feed states and get them back. Either all models are written or none. Raises MisuseError for a package that
     the backend can't run, and for a model that exists.
     """
-    packages = find_packages(package, module, name)
-    with new_models(repository, packages) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
-            plans = find_plans(manifest)
-            (folder / "config.pbtxt").write_text(plans_config(known, manifest), encoding="utf-8")
+    models = find_models(package, module, name)
+    with new_models(repository, [model.name for model in models]) as folders:
+        for folder, model in zip(folders, models, strict=True):
+            plans = find_plans(model.manifest)
+            (folder / "config.pbtxt").write_text(plans_config(model.name, model.manifest), encoding="utf-8")
             version = folder / "1"
             version.mkdir()
-            for number, plan in enumerate(counted(f"writing files of {known}", plans)):
-                link_file(source / plan.path, version / f"{PLAN}.rank{number}")
-            link_file(source / plans[0].path, version / PLAN)
-    return [repository / known for known in packages]
+            for number, plan in enumerate(counted(f"writing files of {model.name}", plans)):
+                link_file(model.package / plan.path, version / f"{PLAN}.rank{number}")
+            link_file(model.package / plans[0].path, version / PLAN)
+    return [repository / model.name for model in models]
 
 
 def plans_config(name: str, manifest: Manifest) -> str:

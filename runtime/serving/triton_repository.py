@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.outputs import DeviceArrays
 from splitc.runtime.requests.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows, why_not_batched
-from splitc.runtime.serving.served_folders import find_packages, new_models, put_package
+from splitc.runtime.serving.served_folders import ServedModel, find_models, new_models, put_package
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.session.session import choose_devices
@@ -44,19 +43,18 @@ def export_triton(
     Either all models are written or none. Raises MisuseError for a model that Triton can't serve, and for one that
     exists.
     """
-    packages = find_packages(package, module, name)
-    servings = serving.of([manifest for _, manifest in packages.values()], sequences)
+    models = find_models(package, module, name)
+    servings = serving.of([model.manifest for model in models], sequences)
     if batch and all(own.sequences for own in servings):
         raise MisuseError(f"--batch {batch} is for requests that are no sequences: leave it out, or add --no-sequences")
-    with new_models(repository, packages) as folders:
-        for folder, own, (known, (source, manifest)) in zip(folders, servings, packages.items(), strict=True):
-            _write_model(folder, known, source, manifest, own, batch)
-    return [repository / known for known in packages]
+    with new_models(repository, [model.name for model in models]) as folders:
+        for folder, model, own in zip(folders, models, servings, strict=True):
+            _write_model(folder, model, own, batch)
+    return [repository / model.name for model in models]
 
 
-def _write_model(
-    folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, batch: int | None
-) -> None:
+def _write_model(folder: Path, model: ServedModel, serving: Serving, batch: int | None) -> None:
+    name, manifest = model.name, model.manifest
     devices = choose_devices(manifest, serving.devices)
     interface = find_interface(manifest, serving.sequences)
     if serving.sequences:
@@ -70,7 +68,7 @@ def _write_model(
         config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays)
     version = folder / "1"
     version.mkdir()
-    put_package(package, manifest, serving, version)
+    put_package(model, serving, version)
     (version / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 
