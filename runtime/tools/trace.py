@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from splitc.runtime.files.written import written_whole
 from splitc.runtime.hardware.devices import device_named
@@ -71,15 +72,14 @@ def draw_timeline(ranks: int, requests: Timeline, width: int) -> list[str]:
     if not every:
         return ["" for _ in range(ranks)]
     zero, end = min(span.start for span in every), max(span.end for span in every)
-    column = max(1e-9, (end - zero) / width)
+    edges = np.linspace(zero, max(end, zero + 1e-9 * width), width + 1)
     lines = []
     for rank in spans:
-        busy = [0.0] * width
+        busy = np.zeros(width)
         for span in (span for span in rank if isinstance(span.step, (Run, Replay))):
-            first, last = (span.start - zero) / column, (span.end - zero) / column
-            for place in range(int(first), min(width, int(last) + 1)):
-                busy[place] += max(0.0, min(last, place + 1) - max(first, place))
-        lines.append("".join(next(shade for least, shade in SHADES if share >= least) for share in busy))
+            busy += np.maximum(0.0, np.minimum(edges[1:], span.end) - np.maximum(edges[:-1], span.start))
+        shares = busy / (edges[1] - edges[0])
+        lines.append("".join(next(shade for least, shade in SHADES if share >= least) for share in shares))
     return lines
 
 
