@@ -36,10 +36,8 @@ def memory_section(labels: Sequence[str], ranks: Sequence[ShownRank], budget: st
         notes = [f"The pale bar is {budget}, which goes on beyond the chart."]
     if any(bar.is_over for bar in bars):
         notes.append("A red line is the budget of a device that needs more.")
-    is_measured = any(rank.measured for rank in ranks)
-    colours = PREDICTED | (MEASURED if is_measured else {})
-    if not any(rank.adapters for rank in ranks):
-        colours.pop(ADAPTERS)
+    kinds = {kind for bar in bars for kind in bar.parts}
+    colours = {kind: colour for kind, colour in (PREDICTED | MEASURED).items() if kind in kinds}
     return Section("Memory", notes, legend=colours, chart=_chart(bars, end, colours), tables=[_table(labels, ranks)])
 
 
