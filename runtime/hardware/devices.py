@@ -84,11 +84,11 @@ def parse_devices(texts: Sequence[str] | str) -> list[Device]:
     devices = devices or [Device("cuda", index) for index in range(count_gpus())]
     if not devices:
         raise MisuseError("no device given, and no GPU is seen here: name some (-d), as in 2xcpu, or cuda0 and cuda1")
-    if len({device.host is None for device in devices}) > 1:
-        placed, homeless = (
-            next(device for device in devices if (device.host is None) is bare) for bare in (False, True)
+    placed = [device for device in devices if device.host is not None]
+    if placed and (others := [device for device in devices if device.host is None]):
+        raise MisuseError(
+            f"{placed[0]} names its host and {others[0]} does not: name the host of every device, or of none"
         )
-        raise MisuseError(f"{placed} names its host and {homeless} does not: name the host of every device, or of none")
     return devices
 
 
