@@ -8,7 +8,8 @@ from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.engines import operator_library
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.gpu.replayable import why_not_replayed
-from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor
+from splitc.runtime.hardware.devices import device_named
+from splitc.runtime.package.manifest import Built, Cut, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.states import State
@@ -29,7 +30,9 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     if manifest.slots:
         out.print(f"{len(manifest.slots)} layers take adapters (--adapter)")
     if manifest.build is not None:
-        out.print(_describe_build(manifest.build))
+        built = manifest.build.built
+        missing = "not built yet: run 'splitc build' on the machine where it will run"
+        out.print(missing if built is None else f"built with version {describe_built(built)}")
     rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
     for number, rank in enumerate(manifest.ranks):
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
@@ -61,7 +64,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
 
 def describe_replays(manifest: Manifest) -> str | None:
     """Whether requests of known shapes are replayed as CUDA graphs, or why not; None without engines that could be."""
-    on_gpus = [rank for rank in manifest.ranks if rank.device.rpartition("/")[2].startswith("cuda")]
+    on_gpus = [rank for rank in manifest.ranks if device_named(rank.device).kind == "cuda"]
     reasons = [why_not_replayed(rank, file) for rank in on_gpus for file in rank.engines]
     if manifest.engine != ONNXRUNTIME or not reasons:
         return None
@@ -118,12 +121,6 @@ def _describe_role(tensor: Tensor | FixedInput) -> str:
     if (role := tensor.role) is None:
         return ""
     return f"{role.kind} below {role.rows}" if role.rows else role.kind
-
-
-def _describe_build(build: Build) -> str:
-    if build.built is None:
-        return "not built yet: run 'splitc build' on the machine where it will run"
-    return f"built with version {describe_built(build.built)}"
 
 
 def describe_built(built: Built) -> str:

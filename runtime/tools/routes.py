@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import permutations
 
-from splitc.runtime.hardware.devices import DeviceStatus, parse_devices
+from splitc.runtime.hardware.devices import DeviceStatus, device_named
 from splitc.runtime.package.manifest import Manifest, is_fed
 from splitc.runtime.package.steps import Reduce, Send
 
@@ -46,8 +46,8 @@ def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
             )
             numbers.update(permutations(fed, 2))
     pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}
-    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and _are_gpus(pair)}
+    return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and all(map(_is_gpu, pair))}
 
 
-def _are_gpus(names: Sequence[str]) -> bool:
-    return all(device.kind == "cuda" for device in parse_devices(names))
+def _is_gpu(name: str) -> bool:
+    return device_named(name).kind == "cuda"
