@@ -50,19 +50,12 @@ def judge(
         judged = _without_optimizations(judged, expected, actual, plain, compared)
         if not judged.passed and excused:
             judged = _without_rounding(judged, [compared(expected, e) for e in (plain, *whole.run_nudged(feeds))])
-            if any(output.problem == NOT_FINITE for output in judged.differences):
-                judged = _with_infinities(judged, whole.overflowing(feeds))
+            infinite = any(output.problem == NOT_FINITE for output in judged.differences)
+            # Kernels that compute in float32 may hide them in the unsplit model: what ranks exchange is in float16.
+            if infinite and (product := whole.overflowing(feeds)):
+                unsteady = f"'{product}' of the unsplit model has numbers beyond the largest of float16"
+                judged = replace(judged, unsteady=unsteady)
     return judged
-
-
-def _with_infinities(judged: Judged, product: str) -> Judged:
-    """The same, and that the model computes infinities itself, if it does.
-
-    Kernels that compute in float32 may hide them in the unsplit model: what ranks exchange is in float16.
-    """
-    if not product:
-        return judged
-    return replace(judged, unsteady=f"'{product}' of the unsplit model has numbers beyond the largest of float16")
 
 
 def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
