@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from splitc.runtime.files.written import written_whole
 from splitc.runtime.units import block_range, format_bytes, visible
 
 if TYPE_CHECKING:
-    from splitc.runtime.reports.contents import Chart, Page
+    from splitc.runtime.reports.contents import Page
 
 # The libraries that only pages need, by the name of the module.
 LIBRARIES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
@@ -49,9 +48,11 @@ def write_page(path: Path, page: Page) -> None:
     environment.filters["range"] = block_range
     environment.filters["options"] = _with_whole_options
     environment.globals.update(colour=colour_of, machine=machine_facts(), most=CELLS)
-    text = visible(
-        environment.get_template("page.html").render(page=page, charts=_charts(page), searches=_searches(page))
-    )
+    # In the order of the page; of each section first the chart, then its overview.
+    sections = [section for chapter in page.chapters for section in chapter.sections]
+    charts = [chart for section in sections for chart in (section.chart, section.overview) if chart is not None]
+    searches = [list(section.search.rows) for section in sections if section.search is not None]
+    text = visible(environment.get_template("page.html").render(page=page, charts=charts, searches=searches))
     script = _script().replace("</script", "<\\/script")
     style, own = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     with written_whole(path) as file:
@@ -64,18 +65,6 @@ def _with_whole_options(text: str) -> str:
     markupsafe: Any = importlib.import_module("markupsafe")
     html = re.sub(r"--[a-z][a-z-]*", r'<span class="option">\g<0></span>', str(markupsafe.escape(text)))
     return markupsafe.Markup(html)  # type: ignore[no-any-return]
-
-
-def _charts(page: Page) -> list[Chart]:
-    """All charts in the order of the page: of each section first the chart, then its overview."""
-    sections = [section for chapter in page.chapters for section in chapter.sections]
-    return [chart for section in sections for chart in (section.chart, section.overview) if chart is not None]
-
-
-def _searches(page: Page) -> list[list[Sequence[str]]]:
-    """The rows of all searches in the order of the page."""
-    sections = [section for chapter in page.chapters for section in chapter.sections]
-    return [list(section.search.rows) for section in sections if section.search is not None]
 
 
 @cache
