@@ -104,7 +104,8 @@ def generate_command(
     with muted_stderr():
         result = Generated(Text.load(file) if file else None)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "timings": result.timings}
-    options |= {"stop_tokens": stop, "other_stop_tokens": [] if stop else _stops(result)}
+    endings = result.text.find_endings() if result.text and not stop else []
+    options |= {"stop_tokens": stop, "other_stop_tokens": endings}
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
@@ -158,11 +159,6 @@ def _generate_with_modules(
 def _read_prompt(result: Generated, given: Prompt) -> list[int]:
     with muted_stderr():
         return read_prompt(result.text, given.prompt, given.prompt_ids)
-
-
-def _stops(result: Generated) -> list[int]:
-    """The tokens that end a text, from the files beside the tokenizer."""
-    return result.text.find_endings() if result.text else []
 
 
 @dataclass

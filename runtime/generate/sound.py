@@ -102,7 +102,8 @@ class LogMel:
     @cached_property
     def filters(self) -> Array:
         """Triangles over the frequencies, of equal area: [frequencies, bins]."""
-        corners = _hertz(np.linspace(0.0, HIGHEST_MEL, self.bins + 2))
+        mel = np.linspace(0.0, HIGHEST_MEL, self.bins + 2)
+        corners = np.where(mel < CORNER_MEL, mel * LINEAR, CORNER * np.exp(STEP * (mel - CORNER_MEL)))
         frequencies = np.linspace(0.0, self.rate // 2, 1 + self.window // 2)
         away = corners[None] - frequencies[:, None]
         widths = np.diff(corners)
@@ -110,10 +111,6 @@ class LogMel:
         areas = 2.0 / (corners[2:] - corners[:-2])
         scaled: Array = triangles * areas
         return scaled
-
-
-def _hertz(mel: Array) -> Array:
-    return np.where(mel < CORNER_MEL, mel * LINEAR, CORNER * np.exp(STEP * (mel - CORNER_MEL)))
 
 
 def read_log_mel(config: Mapping[str, Any], file: Path, shape: list[int | str | None]) -> LogMel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -210,7 +211,5 @@ def _need_loaded(names: Sequence[str], sessions: Mapping[str, Session]) -> None:
 
 def _new_name(sessions: Mapping[str, Session]) -> str:
     """A name in diffusers' style."""
-    known, number = _names(sessions), 0
-    while f"default_{number}" in known:
-        number += 1
-    return f"default_{number}"
+    known = _names(sessions)
+    return next(name for number in itertools.count() if (name := f"default_{number}") not in known)

@@ -56,16 +56,11 @@ def read_pipeline(package: Path) -> PipelineFile | None:
     Raises PackageError for one that this version can't read or trust.
     """
     pipeline = read_sealed(package / FILE_NAME, _PIPELINES, [SCHEMA])
-    if pipeline is not None and (outside := _outside(pipeline)) is not None:
-        raise PackageError(f"{package / FILE_NAME} names '{outside}', which lies outside the package")
+    if pipeline is not None:
+        places = [place for module in pipeline.modules for place in (module.name, module.source)]
+        if outside := [path for path in (*places, *(file.path for file in pipeline.files)) if not is_inside(path)]:
+            raise PackageError(f"{package / FILE_NAME} names '{outside[0]}', which lies outside the package")
     return pipeline
-
-
-def _outside(pipeline: PipelineFile) -> str | None:
-    """A path of the file that leads out of the package; None if there is none."""
-    places = (place for module in pipeline.modules for place in (module.name, module.source))
-    paths = (*places, *(file.path for file in pipeline.files))
-    return next((path for path in paths if not is_inside(path)), None)
 
 
 def find_module(package: Path, module: str | None) -> Path:
