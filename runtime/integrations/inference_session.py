@@ -92,7 +92,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         try:
             self._check_providers(providers)
         except BaseException:
-            self.session.close()
+            if self.session is not path_or_bytes:  # which is the caller's own
+                self.session.close()
             raise
 
     def _check_providers(self, providers: Sequence[Any] | None) -> None:

@@ -108,6 +108,8 @@ def _at(device_type: str, element_type: Any, shape: Sequence[int], address: int)
     """The array at an address of the host. Its type is numpy's, or a name or ONNX's code of one."""
     _need_host(device_type)
     named = NAMES.get(element_type) if isinstance(element_type, int) else element_type
+    if named is None:  # numpy would take it for float64
+        raise MisuseError(f"a binding's memory has the type {element_type}, which is no number type of ONNX's")
     kind = number_type(named) if isinstance(named, str) else np.dtype(named)
     count = prod(shape)
     if not count:

@@ -15,7 +15,7 @@ import pytest
 
 from models.writer import Writer, save
 from splitc.compiler import compile_model, plan_model
-from splitc.runtime import InferenceSession, MisuseError
+from splitc.runtime import InferenceSession, MisuseError, Session
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from tests.conftest import decoder_feeds
 
@@ -135,6 +135,8 @@ def test_io_bindings_run_on_the_host(own: InferenceSession) -> None:
     binding.bind_ortvalue_output("logits", value)
     own.run_with_iobinding(binding)
     np.testing.assert_array_equal(value.numpy(), expected)
+    with pytest.raises(MisuseError, match="has the type 8, which is no number type"):
+        binding.bind_input("input_ids", "cpu", 0, 8, (1,), 0)  # ONNX's strings
     with pytest.raises(MisuseError, match="use io_binding"):
         own.run_with_iobinding(onnxruntime.IOBinding(own))
     binding.bind_output("logits", "cpu", 0, np.float32, (1, 2), place.ctypes.data)
@@ -187,6 +189,10 @@ def test_session_options_and_providers(package: Path) -> None:
     opened.session.close()
     with pytest.raises(MisuseError, match="runs on cpu0, cpu1, cpu2, by CPUExecutionProvider"):
         InferenceSession(package, providers=[("CUDAExecutionProvider", {"device_id": 1})])
+    with Session(package) as session:
+        with pytest.raises(MisuseError, match="providers are CUDAExecutionProvider"):
+            InferenceSession(session, providers=["CUDAExecutionProvider"])
+        session.check_usable()  # it is the caller's
     with pytest.raises(MisuseError, match="not the bytes"):
         InferenceSession(b"model")  # type: ignore[arg-type]
     with pytest.raises(MisuseError, match="a package has no 'end_profiling'"):
