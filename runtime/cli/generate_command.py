@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,63 +102,51 @@ def generate_command(
     needs_text = given.prompt is not None or given.audio is not None
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():
-        result = Generated(Text.load(file) if file else None)
+        result = Generated(Text.load(file) if file else None, as_json)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "timings": result.timings}
     endings = result.text.find_endings() if result.text and not stop else []
     options |= {"stop_tokens": stop, "other_stop_tokens": endings}
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
-        _generate_with_modules(load, package, given, result, as_json, options)
+        _generate_with_modules(load, package, given, result, options)
     else:
         options["prompt_chunk"] = prompt_chunk
-        _generate_with_one(load, package, prefill, given, result, as_json, options)
-    if not as_json:
-        result.print_rates()
+        _generate_with_one(load, package, prefill, given, result, options)
+    result.print_rates()
 
 
 def _generate_with_one(
-    load: Load,
-    package: Path,
-    prefill: Path | None,
-    given: Prompt,
-    result: Generated,
-    as_json: bool,
-    options: Mapping[str, Any],
+    load: Load, package: Path, prefill: Path | None, given: Prompt, result: Generated, options: Mapping[str, Any]
 ) -> None:
     """Generate with the package of one model. `prefill`, if given, is a package for the prompt."""
     if given.audio is not None or given.image:
         read_manifest(find_module(package, load.keywords["module"]))  # raises the error if there is no package
         option, parts = ("--image", "a vision model") if given.image else ("--audio", "an encoder")
         raise MisuseError(f"{option} is for a package with {parts} and a decoder, and this is one model")
-    ids = _read_prompt(result, given)
+    ids = result.read(given)
     with ExitStack() as stack:
         with shown_bars():
             session = stack.enter_context(load(package))
             first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
-        result.take(session.generate(ids, prefill=first, **options), as_json)
-    if result.ended == ROOM and not as_json:
+        result.take(session.generate(ids, prefill=first, **options))
+    if result.ended == ROOM and not result.as_json:
         err.print(f"the model has room for no more than {len(ids) + len(result.tokens) - 1} tokens", style="dim")
 
 
 def _generate_with_modules(
-    load: Load, package: Path, given: Prompt, result: Generated, as_json: bool, options: Mapping[str, Any]
+    load: Load, package: Path, given: Prompt, result: Generated, options: Mapping[str, Any]
 ) -> None:
     """Generate with all modules of a package together."""
     is_given = given.prompt is not None or given.prompt_ids is not None
-    ids = _read_prompt(result, given) if is_given and not given.image else None
+    ids = result.read(given) if is_given and not given.image else None
     speech = {"sound": given.audio, "language": given.language, "task": given.task}
     seen = {"images": given.image, "question": given.prompt or ""}
     opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
             modules = stack.enter_context(Pipeline(package, **opening))
-        result.take(modules.generate(ids, warn=print_warning, **speech, **seen, **options), as_json)
-
-
-def _read_prompt(result: Generated, given: Prompt) -> list[int]:
-    with muted_stderr():
-        return read_prompt(result.text, given.prompt, given.prompt_ids)
+        result.take(modules.generate(ids, warn=print_warning, **speech, **seen, **options))
 
 
 @dataclass
@@ -166,40 +154,39 @@ class Generated:
     """The tokens generated so far. `ended` says why it stopped: a stop token, the limit, no more room, or an error."""
 
     text: Text | None
+    as_json: bool
     tokens: list[int] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     ended: str = "error"
 
-    def take(self, stream: Generator[int, None, str], as_json: bool) -> None:
+    def read(self, given: Prompt) -> list[int]:
+        """The prompt's tokens."""
+        with muted_stderr():
+            return read_prompt(self.text, given.prompt, given.prompt_ids)
+
+    def take(self, stream: Generator[int, None, str]) -> None:
         """Take all tokens of a stream and print them; JSON at the end.
 
         If the stream fails or is interrupted, the tokens generated before are still printed.
         """
-        with self._printed(as_json):
-            while True:
-                try:
-                    token = next(stream)
-                except StopIteration as end:
-                    self.ended = end.value
-                    return
-                self.tokens.append(token)
-                if not as_json:
-                    print_output(self.text.step(token) if self.text else f"{token} ")
-
-    @contextmanager
-    def _printed(self, as_json: bool) -> Iterator[None]:
         try:
-            yield
+            for token in self._until_ended(stream):
+                self.tokens.append(token)
+                if not self.as_json:
+                    print_output(self.text.step(token) if self.text else f"{token} ")
         except BrokenPipeError:
             raise
         except BaseException as error:
             if self.tokens:
-                self._print(as_json, "terminated" if isinstance(error, SystemExit) else str(explained(error) or error))
+                self._print("terminated" if isinstance(error, SystemExit) else str(explained(error) or error))
             raise
-        self._print(as_json)
+        self._print()
 
-    def _print(self, as_json: bool, error: str | None = None) -> None:
-        if not as_json:
+    def _until_ended(self, stream: Generator[int, None, str]) -> Iterator[int]:
+        self.ended = yield from stream
+
+    def _print(self, error: str | None = None) -> None:
+        if not self.as_json:
             print_output("\n")
             return
         result = {"tokens": self.tokens, "text": None, "ended": self.ended, "timings": self.timings}
@@ -209,7 +196,9 @@ class Generated:
             print_json(result if error is None else {**result, "error": error})
 
     def print_rates(self) -> None:
-        """Print times and rates to standard error."""
+        """Print times and rates to standard error, beside text."""
+        if self.as_json:
+            return
         timings = self.timings
         if timings.encoder_seconds:
             err.print(f"encoder    {format_seconds(timings.encoder_seconds)}", style="dim")
