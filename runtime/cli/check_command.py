@@ -16,7 +16,7 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
-from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory, print_memory_terms
+from splitc.runtime.cli.run_tables import print_differences, print_memory, print_memory_terms, print_module_differences
 from splitc.runtime.cli.shared_options import (
     FILL,
     INPUTS,
@@ -223,11 +223,11 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
 def print_checks(checked: Mapping[str, Checked], several: bool) -> None:
     """Print what was compared, of each module if there are several."""
     if several:
-        out.print(modules_table({name: result.outputs for name, result in checked.items()}))
+        print_module_differences({name: result.outputs for name, result in checked.items()})
     for name, result in checked.items():
         out.print(f"{name}, reference: {result}" if several else f"reference: {result}")
         if not several:
-            out.print(differences_table(result.outputs))
+            print_differences(result.outputs)
         for note in result.notes:
             out.print(f"{name}: {note}" if several else note, soft_wrap=True)
         if result.memory:

@@ -9,7 +9,7 @@ import typer
 
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.shared_options import JSON
-from splitc.runtime.cli.terminal import out, print_json, table
+from splitc.runtime.cli.terminal import out, print_json, print_table
 from splitc.runtime.hardware.devices import DeviceStatus, list_devices, parse_devices
 from splitc.runtime.hardware.gpus import INSTALL, find_cupy
 from splitc.runtime.hardware.machine import Machine, keep_machine, known_machine
@@ -58,12 +58,12 @@ def _measure(gpus: Sequence[str]) -> Machine:
 
 def _print_devices(devices: Sequence[DeviceStatus]) -> None:
     """Print the devices of this machine, and how its GPUs copy to each other."""
-    rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
+    rows = []
     for device in devices:
         sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
         copies = ", ".join(f"{other} {how}" for other, how in device.peers.items())
-        rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
-    out.print(rows)
+        rows.append([device.name, device.description, device.compute_capability or "", *sizes, copies])
+    print_table(("device", "what", "capability", "memory", "free", "copies"), rows, right=("memory", "free"))
     if not find_cupy():
         out.print(f"GPUs are not listed. {INSTALL}.")
 
@@ -71,19 +71,19 @@ def _print_devices(devices: Sequence[DeviceStatus]) -> None:
 def _print_links(machine: Machine) -> None:
     """Print the measurements of each pair of devices."""
     sizes = [format_bytes(timing.bytes) for timing in next(iter(machine.measured.values()))]
-    rows = table("measured", "", *sizes, right=sizes)
+    rows = []
     for name, timings in machine.measured.items():
-        rows.add_row(name, "copy", *(format_seconds(timing.copy) for timing in timings))
-        rows.add_row("", "sum", *(format_seconds(timing.reduce) for timing in timings))
-    out.print(rows)
+        rows.append([name, "copy", *(format_seconds(timing.copy) for timing in timings)])
+        rows.append(["", "sum", *(format_seconds(timing.reduce) for timing in timings)])
+    print_table(("measured", "", *sizes), rows, right=sizes)
 
 
 def _print_speeds(machine: Machine) -> None:
     """Print the measured speed of each device."""
     numbers = ("floating point operations", "memory", "by all cores")
-    rows = table("measured", *numbers, right=numbers)
+    rows = []
     for name, speed in machine.speeds.items():
         flops = "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s"
         memory = ("" if rate is None else f"{rate / 1e9:.3g} GB/s" for rate in (speed.bytes, speed.together))
-        rows.add_row(name, flops, *memory)
-    out.print(rows)
+        rows.append([name, flops, *memory])
+    print_table(("measured", *numbers), rows, right=numbers)

@@ -10,7 +10,7 @@ from rich.markdown import Markdown
 from splitc.runtime.cli.help import WIDEST, print_help
 from splitc.runtime.cli.pages import page_files, read_page, section_names
 from splitc.runtime.cli.shared_options import JSON
-from splitc.runtime.cli.terminal import out, print_json, print_output, table
+from splitc.runtime.cli.terminal import out, print_json, print_output, print_table
 
 
 def _topics(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -66,7 +66,4 @@ def _list_pages(context: typer.Context, as_json: bool) -> None:
     assert context.parent is not None
     context.parent.get_help()  # which prints it
     out.print()
-    rows = table("topic", "splitc help TOPIC shows the page")
-    for name, title in pages.items():
-        rows.add_row(name, title)
-    out.print(rows)
+    print_table(("topic", "splitc help TOPIC shows the page"), pages.items())

@@ -11,7 +11,7 @@ import typer
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.shared_options import JSON, MODULE, PACKAGE, REPORT, check_outputs
 from splitc.runtime.cli.tables import print_manifest, print_modules
-from splitc.runtime.cli.terminal import out, print_json, table
+from splitc.runtime.cli.terminal import out, print_json, print_table
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import list_devices
 from splitc.runtime.package.files import files_of
@@ -102,10 +102,7 @@ def describe_rank(package: Path, manifest: Manifest, rank: int) -> RankFiles:
 def print_rank_files(needed: RankFiles) -> None:
     """Print the files that a rank needs."""
     out.print(f"rank {needed.rank} ({needed.device}) needs {format_bytes(needed.bytes)}:")
-    rows = table("file", "size", right=["size"])
-    for path, size in needed.files.items():
-        rows.add_row(path, format_bytes(size))
-    out.print(rows)
+    print_table(("file", "size"), [(path, format_bytes(size)) for path, size in needed.files.items()], right=["size"])
 
 
 # What `inspect --json` says of a rank, by the manifest's names.

@@ -26,7 +26,7 @@ from splitc.runtime.cli.shared_options import (
     model_there,
     there,
 )
-from splitc.runtime.cli.terminal import out, print_json, table
+from splitc.runtime.cli.terminal import print_json, print_table
 from splitc.runtime.errors import FeedError
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
@@ -60,10 +60,8 @@ def run(
     if as_json:
         print_json({name: {"dtype": str(array.dtype), "shape": array.shape} for name, array in results.items()})
         return
-    rows = table("output", "type", "shape")
-    for name, array in results.items():
-        rows.add_row(name, str(array.dtype), format_shape(array.shape))
-    out.print(rows)
+    rows = [(name, str(array.dtype), format_shape(array.shape)) for name, array in results.items()]
+    print_table(("output", "type", "shape"), rows)
 
 
 @with_options("load", loading)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
-from splitc.runtime.cli.terminal import fitted, out, table
+from splitc.runtime.cli.terminal import fitted, out, print_table
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import words_of
@@ -28,21 +27,19 @@ _ERRORS = ("largest error", "relative", "expected", "got")
 _COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
 
 
-def differences_table(differences: Sequence[Difference]) -> Table:
-    """The outputs' errors, the largest first."""
-    rows = table(*_COLUMNS, right=_ERRORS)
-    for row in _difference_rows(differences, LISTED):
-        rows.add_row(*row)
-    return rows
+def print_differences(differences: Sequence[Difference]) -> None:
+    """Print the outputs' errors, the largest first."""
+    print_table(_COLUMNS, _difference_rows(differences, LISTED), right=_ERRORS)
 
 
-def modules_table(modules: Mapping[str, Sequence[Difference]]) -> Table:
-    """The errors of the modules' outputs, the largest first in each module."""
-    rows = table("module", *_COLUMNS, right=_ERRORS)
-    for name, differences in modules.items():
-        for number, row in enumerate(_difference_rows(differences, LISTED // 4)):
-            rows.add_row("" if number else name, *row)
-    return rows
+def print_module_differences(modules: Mapping[str, Sequence[Difference]]) -> None:
+    """Print the errors of the modules' outputs, the largest first in each module."""
+    rows = [
+        ["" if number else name, *row]
+        for name, differences in modules.items()
+        for number, row in enumerate(_difference_rows(differences, LISTED // 4))
+    ]
+    print_table(("module", *_COLUMNS), rows, right=_ERRORS)
 
 
 def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
@@ -63,13 +60,13 @@ def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[l
 def print_memory(ranks: Sequence[RankMemory]) -> None:
     """Print each rank's measured and predicted memory, in the terms of `print_memory_terms`."""
     sizes = ("loaded", "predicted", "running", "predicted", "peak", "predicted", "unaccounted")
-    rows = table("rank", *sizes, right=sizes)
+    rows = []
     for number, rank in enumerate(ranks):
         pairs = (rank.loaded, rank.predicted_loaded), (rank.peak, rank.predicted_total)
         running = (rank.peak - rank.loaded, max(0, rank.predicted_total - rank.predicted_loaded))
         numbers = map(format_bytes, (*pairs[0], *running, *pairs[1]))
-        rows.add_row(f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted))
-    out.print(rows)
+        rows.append([f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted)])
+    print_table(("rank", *sizes), rows, right=sizes)
 
 
 def print_memory_terms() -> None:
@@ -83,10 +80,7 @@ def print_memory_terms() -> None:
 def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None) -> None:
     """Print a package's times and a timeline of its ranks, with an earlier bench for comparison if given."""
     for title, (numbers, lines) in ((("", "threads"), result.request_rows()), (("rank",), result.rank_rows())):
-        rows = table(*title, *numbers, right=numbers)
-        for line in lines:
-            rows.add_row(*line)
-        out.print(rows)
+        print_table((*title, *numbers), lines, right=numbers)
     count = result.latency.runs
     if result.in_flight > 1:
         out.print(
@@ -106,9 +100,6 @@ def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | 
 
 def _print_compared(result: BenchResult, before: EarlierBench) -> None:
     columns = ("then", "now", "now / then")
-    rows = table(before.name, *columns, right=columns)
-    for row in before.rows(result):
-        rows.add_row(*row)
-    out.print(rows)
+    print_table((before.name, *columns), before.rows(result), right=columns)
     for text in before.unlike(result):
         out.print(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitc.runtime.cli.terminal import fitted, out, table
+from splitc.runtime.cli.terminal import fitted, out, print_table
 from splitc.runtime.engines import operator_library
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.gpu.replayable import why_not_replayed
@@ -33,12 +33,12 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         built = manifest.build.built
         missing = "not built yet: run 'splitc build' on the machine where it will run"
         out.print(missing if built is None else f"built with version {describe_built(built)}")
-    rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)
+    rows = []
     for number, rank in enumerate(manifest.ranks):
         sizes = map(format_bytes, (rank.weights_bytes, rank.activation_bytes, rank.cache_bytes))
         blocks = block_range([fitted(block, out.width // 5) for block in rank.blocks])
-        rows.add_row(f"{number} {rank.device}", blocks, *sizes)
-    out.print(rows)
+        rows.append([f"{number} {rank.device}", blocks, *sizes])
+    print_table(("rank", "blocks", *RANK_SIZES), rows, right=RANK_SIZES)
     print_cuts(manifest.cuts, words.is_radial, len(manifest.ranks))
     if manifest.collectives:
         out.print(f"{manifest.collectives} {words.exchanges} a run")
@@ -50,12 +50,13 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
-    rows = table("", "name", "type", "shape", "role")
-    for kind, tensors in manifest.tensors.items():
-        for tensor in tensors:
-            name, role = fitted(tensor.name, out.width - NAMELESS), _describe_role(tensor)
-            rows.add_row(kind, name, tensor.dtype, format_shape(tensor.shape), role)
-    out.print(rows)
+    width = out.width - NAMELESS
+    described = [
+        (kind, fitted(tensor.name, width), tensor.dtype, format_shape(tensor.shape), _describe_role(tensor))
+        for kind, tensors in manifest.tensors.items()
+        for tensor in tensors
+    ]
+    print_table(("", "name", "type", "shape", "role"), described)
     if manifest.states:
         out.print(
             f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
@@ -85,18 +86,17 @@ def replays_text(why_not: str, states: Sequence[State]) -> str:
 
 def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> None:
     """Print the modules of a package, their bytes on each device, and the sum of each device."""
-    columns = ("module", "device", *RANK_SIZES)
-    rows = table(*columns, right=RANK_SIZES)
+    rows = []
     for name, manifest in manifests.items():
         for number, rank in enumerate(manifest.ranks):
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
             ranks = len(manifest.ranks)
             title = module_title(name, manifest.split_mode, ranks, count_groups(manifest, ranks))
-            rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
+            rows.append(["" if number else title, rank.device, *map(format_bytes, sizes)])
     for number, (device, held) in enumerate(sum_modules(manifests, pipeline.swap).items()):
         sizes = [held.weights, held.activations, held.cache]
-        rows.add_row("" if number else "all", device, *map(format_bytes, sizes))
-    out.print(rows)
+        rows.append(["" if number else "all", device, *map(format_bytes, sizes)])
+    print_table(("module", "device", *RANK_SIZES), rows, right=RANK_SIZES)
     if pipeline.swap:
         out.print(IN_TURN)
     if pipeline.files:

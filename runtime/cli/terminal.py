@@ -7,7 +7,7 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,14 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
         number = name in right
         result.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
     return result
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], right: Sequence[str] = ()) -> None:
+    """Print rows as a table: see `table`."""
+    made = table(*columns, right=right)
+    for row in rows:
+        made.add_row(*row)
+    out.print(made)
 
 
 def print_json(result: Any) -> None:
