@@ -43,7 +43,7 @@ def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
     """The shape of a shard, for an array of this shape."""
     sizes = list(shape)
     for axis in part.axes:
-        sizes[axis.axis] = sizes[axis.axis] // _known(axis) * math.prod(_lengths(axis))
+        sizes[axis.axis] = sizes[axis.axis] // _known(axis.sizes) * math.prod(_lengths(axis))
     return tuple(sizes)
 
 
@@ -52,7 +52,7 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
     first, array = parts[0]
     shape = list(array.shape)
     for axis in first.axes:
-        shape[axis.axis] = shape[axis.axis] // math.prod(_lengths(axis)) * _known(axis)
+        shape[axis.axis] = shape[axis.axis] // math.prod(_lengths(axis)) * _known(axis.sizes)
     whole = np.empty(shape, array.dtype)
     try:
         for part, own in parts:
@@ -76,8 +76,8 @@ def _lengths(axis: AxisPart) -> list[int]:
     ]
 
 
-def _known(axis: AxisPart) -> int:
-    return math.prod(size for size in axis.sizes if size != -1)
+def _known(sizes: Sequence[int]) -> int:
+    return math.prod(size for size in sizes if size != -1)
 
 
 def _factors(shape: Sequence[int], part: Part) -> list[int]:
@@ -85,11 +85,8 @@ def _factors(shape: Sequence[int], part: Part) -> list[int]:
     cut = {axis.axis: axis for axis in part.axes}
     factors: list[int] = []
     for number, size in enumerate(shape):
-        if number not in cut:
-            factors.append(size)
-            continue
-        known = math.prod(factor for factor in cut[number].sizes if factor != -1)
-        factors += [size // known if factor == -1 else factor for factor in cut[number].sizes]
+        sizes = cut[number].sizes if number in cut else [-1]
+        factors += [size // _known(sizes) if factor == -1 else factor for factor in sizes]
     return factors
 
 
