@@ -22,8 +22,7 @@ def unfolded(manifest: Manifest, devices: Sequence[str] | None = None) -> Manife
             moved = _moved(rank, names[first + number], first)
             if group < len(manifest.replicas):
                 own = manifest.replicas[group]
-                sizes = own.activation_bytes[number], own.cache_bytes[number], own.total_bytes[number]
-                held = dict(zip(("activation_bytes", "cache_bytes", "total_bytes"), sizes, strict=True))
+                held = {name: getattr(own, name)[number] for name in ("activation_bytes", "cache_bytes", "total_bytes")}
                 moved = msgspec.structs.replace(moved, **held)
             ranks.append(moved)
     return msgspec.structs.replace(manifest, ranks=ranks)
