@@ -61,15 +61,21 @@ def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
     return sums
 
 
+def split_part(text: str) -> tuple[str | None, str]:
+    """The model's name before a file, None if there is none, and the file. What exists is a file as it stands."""
+    part, equals, path = text.partition("=")
+    return (part, path) if equals and re.fullmatch(r"\w+", part) and not _exists(text) else (None, text)
+
+
 def open_adapter(text: str) -> Adapter:
     """The adapter of a file or folder. With a model's name before it, as in `unet=FILE`, its part for this model.
 
     What exists is a file's name as it stands. Raises AdapterError as `read_adapter`, and for a file that has only other
     parts.
     """
-    part, equals, path = text.partition("=")
-    if not equals or not re.fullmatch(r"\w+", part) or _exists(text):
-        return read_adapter(text)
+    part, path = split_part(text)
+    if part is None:
+        return read_adapter(path)
     adapter = read_adapter(path)
     parts = divide(adapter)
     known = sorted(name for name in parts if name is not None)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.runtime.adapters.adapter_files import find_file
+from splitc.runtime.adapters.asked import split_part
 from splitc.runtime.adapters.held import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.adapters.peft_config import CONFIG
@@ -101,6 +102,7 @@ def put_package(model: ServedModel, serving: Serving, folder: Path) -> None:
 def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path) -> dict[str, str]:
     """Put adapters beside a package in the folder, with PEFT's config. Returns their files, relative to the folder.
 
+    A file's part for one model, as in `unet=FILE`, is that of the file in the folder.
     Raises MisuseError as `Adapters.load`, and for a name that a request can't give.
     """
     known, linked = Adapters(manifest.slots, KeptSums(itertools.count(), deque(), None)), {}
@@ -108,12 +110,13 @@ def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path)
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise MisuseError(f"{name!r} can't be an adapter's name: it has letters, digits, dots and hyphens")
         known.load(name, text)
-        file = find_file(Path(text))
+        part, path = split_part(text)
+        file = find_file(Path(path))
         place = folder / "adapters" / name
         place.mkdir(parents=True)
         for source in filter(Path.is_file, (file, file.with_name(CONFIG))):
             link_file(source, place / source.name)
-        linked[name] = f"adapters/{name}/{file.name}"
+        linked[name] = f"{'' if part is None else f'{part}='}adapters/{name}/{file.name}"
     return linked
 
 

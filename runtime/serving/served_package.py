@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from splitc.runtime.adapters.asked import read_names
+from splitc.runtime.adapters.asked import read_names, split_part
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.on_gpu import is_on_gpu
@@ -73,8 +73,10 @@ class ServedPackage:
             host_code=serving.host_code,
         )
         try:
-            for name, path in serving.adapters.items():
-                session.adapters.load(name, self._folder / path)
+            for name, text in serving.adapters.items():
+                part, path = split_part(text)
+                file = self._folder / path
+                session.adapters.load(name, file if part is None else f"{part}={file}")
         except BaseException:
             session.close()
             raise

@@ -25,7 +25,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     - `sequences`: states stay on the ranks, and clients neither send nor receive them. A sequence ends when it was idle
       for `idle_seconds`. At most `most_sequences` are open, unless the server itself limits their number.
     - `capacity`: that of `Session.start`. `context`: the most tokens of a prompt with its answer.
-    - `adapters`: files that requests may ask for, by name.
+    - `adapters`: files that requests may ask for, by name; `unet=FILE` is a file's part for one model.
 
     The other fields are arguments of `Session`.
     """

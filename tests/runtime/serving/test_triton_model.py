@@ -16,7 +16,7 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_repository import export_triton
 from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_triton
-from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.adapters import random_pairs, write_kohya, write_peft
 from tests.helpers.command import splitc
 from tests.helpers.fake_triton import InferenceRequest, TritonError
 from tests.helpers.feeds import LAYERS
@@ -243,6 +243,21 @@ def test_requests_name_their_adapters(load: Callable[..., Any], slotted: Path, a
     with pytest.raises(TritonError, match="no adapter 'other' is loaded: there are style, pose") as refused:
         unknown.result()
     assert refused.value.code == TritonError.INVALID_ARG
+
+
+def test_adapter_may_be_the_part_of_a_file_for_one_model(
+    load: Callable[..., Any], slotted: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    pairs = random_pairs({name: (64, 64)}, 4)
+    text = f"unet={write_kohya(tmp_path / 'style.safetensors', pairs, 4)}"
+    model = load(False, slotted, adapters={"style": text})
+    request = InferenceRequest(decoder_feeds(), ["logits"], adapter="style")
+    model.execute([request])
+    with Session(slotted) as session:
+        session.adapters.load("style", text)
+        assert_close(request.result(), {"logits": session.run(decoder_feeds(), adapters="style")["logits"]})
+    model.finalize()
 
 
 def test_sequences_keep_the_adapter_that_they_begin_with(
