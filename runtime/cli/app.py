@@ -75,19 +75,13 @@ def installed() -> list[str]:
     return [name for name, place in COMMANDS.items() if find_spec(f"splitc.{place.function.partition('.')[0]}")]
 
 
-def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:
-    """Import these commands and add them to an app, which is returned. Commands that are not installed are left out."""
-    for name in wanted:
-        if name in installed():
-            module, function = COMMANDS[name].function.split(":")
-            app.command(name, cls=Command)(getattr(import_module(f"splitc.{module}"), function))
-    return app
-
-
 @cache
 def command_of(name: str) -> Any:
     """A command of the table as Typer builds it. It is built once a process, since that takes milliseconds."""
-    return typer.main.get_group(add_commands(typer.Typer(), [name])).commands[name]
+    module, function = COMMANDS[name].function.split(":")
+    alone = typer.Typer()
+    alone.command(name, cls=Command)(getattr(import_module(f"splitc.{module}"), function))
+    return typer.main.get_group(alone).commands[name]
 
 
 app = typer.Typer(
