@@ -11,11 +11,12 @@ from typing import Any
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import read_config
 from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features
 from splitc.runtime.generate.image_prompt import read_images, read_positions
-from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
+from splitc.runtime.generate.package_configs import find_beside, generation_config, understood
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.sound import LogMel, read_log_mel, read_sound
 from splitc.runtime.generate.token_rules import find_prompt, read_rules
@@ -161,7 +162,7 @@ def _find_preprocessor(model: EncoderDecoder, package: Path) -> LogMel:
             f"the package has no {PREPROCESSOR}, which says how the model's features are made of a sound: copy it from "
             "the model that was exported into the exported folder, and compile that again"
         )
-    return read_log_mel(read_beside(package, module, PREPROCESSOR), file, tensor.shape or [])
+    return read_log_mel(read_config(file), file, tensor.shape or [])
 
 
 def _read_stops(config: Mapping[str, Any]) -> list[int]:
