@@ -55,9 +55,10 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     launched = replace(HOPPER, launch=1e-6)
     monkeypatch.setitem(PROFILES, "cuda", launched)
     devices = parse_devices(["cuda0", "cuda1", "cpu0"])
-    descriptors = psutil.Process().num_fds()
+    descriptors, before = psutil.Process().num_fds(), threading.enumerate()
     machine = measure_machine(devices)
-    for listener in [thread for thread in threading.enumerate() if thread.name == "splitc mail"]:
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    for listener in [thread for thread in started if thread.name == "splitc mail"]:
         listener.join(10)
         assert not listener.is_alive()
     assert psutil.Process().num_fds() == descriptors, "nothing is left of a pair of devices"
