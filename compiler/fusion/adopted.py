@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.grouped import BIAS, LASTS, PASTS, QUERY, TOTAL
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.sizes import Sizes, size_readers

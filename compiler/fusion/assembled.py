@@ -16,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, source_through, value_before
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.tables import Tables

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
@@ -37,10 +38,6 @@ DEEPEST = 16
 SHIFT, NO_SHIFT = 1.0, 1e-6
 SHIFTED = "a number is added to all its scores, or a row's maximum is subtracted from them, before"
 NO_SIZES = "the shapes of its queries, keys and values are not known"
-
-
-class NotFusedError(Exception):
-    """A pattern can't be fused. The message is the reason, without the node's name."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import source_through
-from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
+from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer

@@ -17,11 +17,10 @@ import onnx_ir as ir
 from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.kernels import Types
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import Types, check_type
 from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import has_attribute
-from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
 from splitc.compiler.request.shapes import Shape

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitc.compiler.fusion.attention import NO_SIZES, Attention, NotFusedError
+from splitc.compiler.fusion.attention import NO_SIZES, Attention
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import Operand, axes_of, traced_back, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 

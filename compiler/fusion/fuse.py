@@ -19,16 +19,17 @@ from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.adopted import Adopted, adopt, find_adopted
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
-from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
+from splitc.compiler.fusion.attention import Attention, find_attention
 from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import ROWS, Caches, check_scores, find_caches, growing_caches, unfused_caches
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.fusion.experts import mark_experts
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kept_rows import Chosen, find_tokens, keep_rows
-from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains
+from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains, check_type
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import LatentAttention, find_latent, write_latent
 from splitc.compiler.fusion.latent_cache import OPERATOR as CACHED_LATENT
@@ -36,7 +37,7 @@ from splitc.compiler.fusion.latent_cache import find_latent_caches
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.operand import VIEWS
-from splitc.compiler.fusion.parts import Parts, check_type
+from splitc.compiler.fusion.parts import Parts
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.sizes import Sizes, known_shapes

@@ -18,7 +18,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.room import exists_for_its_size
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import name_of, unused_name

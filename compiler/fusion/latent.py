@@ -19,9 +19,10 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
-from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
 from splitc.compiler.fusion.lengths import sizes_read

@@ -19,9 +19,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths
 from splitc.compiler.fusion.multi_head import Writing
 from splitc.compiler.fusion.sizes import fixed_axis

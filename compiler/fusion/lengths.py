@@ -20,8 +20,8 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name

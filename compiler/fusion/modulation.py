@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer

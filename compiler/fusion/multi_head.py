@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.attention import Attention, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged

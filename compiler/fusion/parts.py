@@ -14,11 +14,11 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion import rotary_embedding
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import find_assembled, write_assembled
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ShapeOf
 from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
 from splitc.compiler.fusion.divided import find_divided, write_divided
-from splitc.compiler.fusion.kernels import Gains, Types
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import Gains, check_type
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.norm import (
@@ -190,9 +190,3 @@ class Parts:
             return self._rotary(concat) or ASSEMBLED
         except NotFusedError:  # the Concat is better than the assignments
             return ASSEMBLED
-
-
-def check_type(value: ir.Value, types: Types) -> None:
-    """Raise NotFusedError unless a value is of one of these types."""
-    if (dtype := value.dtype) not in types:
-        raise NotFusedError(f"no fused kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")

@@ -19,7 +19,7 @@ from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import Operand, traced_back
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer

@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.norm import OPERATORS, before_transpose
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Sizes
