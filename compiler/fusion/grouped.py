@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
@@ -37,17 +37,17 @@ UNIT = 8
 BY_ROWS = (0, 2, 1, 3)
 
 
-def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: Sizes, lengths: Lengths) -> None:
+def write_group_query_attention(cached: CachedAttention, lengths: Lengths, context: Context) -> None:
     """Replace an attention and its caches by the operator, in place.
 
     Raises NotFusedError if the operator can't express them; then nothing is changed.
     """
     attention = cached.attention
     filled = lengths.of(cached.keys.past, cached.keys.new, cached.keys.present)
-    query = traced_back_merged(attention.query, sizes, scaled=True)
-    before = unmerged(query, sizes, scaled=True)
+    query = traced_back_merged(attention.query, context.sizes, scaled=True)
+    before = unmerged(query, context.sizes, scaled=True)
     sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     work = replace(work, known=filled.known)
     frame = _check(cached, work)
     stale = [value for one in (cached.keys, cached.values) for value in (one.past, one.present, *one.between)]

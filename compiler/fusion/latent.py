@@ -22,6 +22,7 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tens
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
@@ -155,7 +156,7 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     return Projected(latent, *stored, product, slice(start, start + size))
 
 
-def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: LatentCaches | None = None) -> None:
+def write_latent(latent: LatentAttention, context: Context, kept: LatentCaches | None = None) -> None:
     """Compute the attention on the latent, in place. Its caches are kept in place if they are given.
 
     Raises NotFusedError if that would compute something else; then nothing is changed.
@@ -167,9 +168,10 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: La
     shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
-    sources = [latent.latent, latent.query.value, *editor.graph.inputs] if kept is None else [latent.query.value]
-    sources += [] if kept is None else kept.lengths.read
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    sources = [latent.latent, latent.query.value, *context.editor.graph.inputs]
+    if kept is not None:
+        sources = [latent.query.value, *kept.lengths.read]
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     work = work if kept is None else replace(work, known=kept.filled.known)
     frame = check_attention(attention, work)
     heads = frame.heads.fixed
@@ -186,7 +188,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: La
             made, *presents = _attended(latent, heads, writing, kept)
         kept.replace(presents, [*stale, *attention.passed], work)
     else:
-        readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
+        readers = {node: sizes_read(node, context.sizes) for value in stale for node in size_readers(value)}
         if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
             raise NotFusedError("a node reads sizes of its keys or values that no other value has")
         with work.undone_if_refused():

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
@@ -113,15 +113,15 @@ class Filled:
 class Lengths:
     """The inputs for the lengths of a graph's caches: one for all caches of the same length."""
 
-    def __init__(
-        self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str], has_room: bool
-    ) -> None:
-        self._editor, self._sizes, self._kept, self._has_room = editor, sizes, states, has_room
+    def __init__(self, context: Context, pasts: Collection[ir.Value]) -> None:
+        self._context, self._editor, self._sizes = context, context.editor, context.sizes
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
         self._for_one_row: set[str] = set()
         # The size of a past may be its capacity, so no size is read off it.
-        known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
+        known = (
+            value for value in self._editor.graph.inputs if self._sizes.of(value) is not None and value not in pasts
+        )
         self.read: tuple[ir.Value, ...] = tuple(known)
 
     @property
@@ -162,7 +162,7 @@ class Lengths:
         # With a batch the second axis is dynamic, but 0 where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
-        room = self._add_room(total) if self._has_room else None
+        room = self._add_room(total) if self._context.gains.has_room else None
         own = (value, *self.read) if room is None else (value, room, *self.read)
         work = Writer(graph[0], name, own, self._editor, self._sizes)
         try:
@@ -192,7 +192,7 @@ class Lengths:
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
         """The name and axis of the first input, other than a state, that has this size; None if there is none."""
-        for value in (value for value in self.read if value.name not in self._kept):
+        for value in (value for value in self.read if value.name not in self._context.pasts):
             for place, own in enumerate(self._sizes.axes(value) or ()):
                 if own.size == axis.size:
                     return value.name or "", place

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.operand import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -37,6 +38,16 @@ class Modulation:
     shift: ir.Value
     output: ir.Value
     own: tuple[ir.Value | None, ir.Value | None] = (None, None)
+
+
+def fuse_modulation(norm: ir.Node, context: Context) -> str | None:
+    """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
+    modulation = find_modulation(norm) if context.gains.modulations else None
+    if modulation is None:
+        return None
+    check_type(modulation.output, context.gains.modulations)
+    write_modulation(modulation, context)
+    return OPERATOR
 
 
 def find_modulation(norm: ir.Node) -> Modulation | None:
@@ -70,21 +81,21 @@ def _is_all(value: ir.Value, number: float) -> bool:
     return tensor is not None and bool(np.all(tensor.numpy() == number))
 
 
-def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> None:
+def write_modulation(modulation: Modulation, context: Context) -> None:
     """Replace a modulated norm by the operator, in place.
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     norm, data, output = modulation.norm, modulation.data, modulation.output
-    axes = sizes.axes(data)
+    axes = context.sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
     given = {modulation.scale.dtype, modulation.shift.dtype}
     may_be_cast = given == {ir.DataType.FLOAT} and data.dtype in HALVES
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift differ in type")
-    row = _row(modulation, axes, sizes)
-    work = Writer.of(output, (data,), editor, sizes)
+    row = _row(modulation, axes, context.sizes)
+    work = Writer.of(output, context, data)
     scale, shift = (
         work.reshape(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))

@@ -13,10 +13,10 @@ from functools import cache
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.lengths import sizes_read
@@ -38,11 +38,11 @@ def has_attribute(operator: str, attribute: str) -> bool:
     return any(attribute in schema.attributes for schema in schemas)
 
 
-def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:
-    """Replace an attention by the operator, in place. The sizes of new values are added to `sizes`.
+def write_multi_head_attention(attention: Attention, context: Context) -> None:
+    """Replace an attention by the operator, in place.
 
-    Raises NotFusedError if the operator can't express the attention, or if its heads are larger than `largest`; then
-    nothing is changed.
+    Raises NotFusedError if the operator can't express the attention, or if its heads are too large for it to be faster;
+    then nothing is changed.
     """
     if attention.softcap:
         raise NotFusedError("the operator has no softcap (Tanh)")
@@ -52,11 +52,12 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
         raise NotFusedError("its query heads share key heads, which the operator does not support")
     if attention.keys.value.producer() is attention.output.producer():
         raise NotFusedError("it is an operator that appends to its cache itself")
+    sizes, largest = context.sizes, context.gains.largest_head
     traced = [traced_back_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(traced[0], sizes, scaled=True)
     # Sizes are preferably read off other values: an input whose size is read has to be on each device.
-    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *editor.graph.inputs]
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *context.editor.graph.inputs]
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
         raise NotFusedError(f"no kernel is faster for heads larger than {largest}")

@@ -12,6 +12,7 @@ kernels compute in float32 anyway, and read and write half the bytes. A Transpos
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +21,10 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
+from splitc.compiler.fusion.modulation import fuse_modulation
 from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
@@ -57,28 +61,39 @@ class Norm:
 OPERATORS = frozenset({CENTERED, "RMSNormalization", OPERATOR})
 
 
-def find_transposed(norm: ir.Node) -> Operand | None:
-    """A norm's input before a Transpose that leaves the last axis in place; None if there is no such Transpose."""
+def fuse_norm(mean: ir.Node, context: Context) -> str | None:
+    """Fuse the norm around a mean, and its modulation. Returns the norm's operator; None if there is no norm."""
+    norms = find_norms(mean)
+    if not norms:
+        return None
+    check_type(norms[0].source, context.gains.parts)
+    norm = write_norm(norms, context)
+    with suppress(NotFusedError):  # the norm alone is better than its parts
+        fuse_modulation(norm, context)
+    return norm.op_type
+
+
+def move_transpose(norm: ir.Node, context: Context) -> str | None:
+    """Move a Transpose that keeps the last axis from before a norm to behind it, where attention may absorb it.
+
+    Returns the norm's operator; None if there is no such Transpose.
+    """
     value = norm.inputs[0] if is_onnx(norm, *OPERATORS) else None
     node = made_by(value, "Transpose")
-    if value is None or node is None or len(value.uses()) > 1:
+    if value is None or node is None or len(value.uses()) > 1 or value.is_graph_output() or len(norm.outputs) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
     traced = traced_back(as_operand(value, rank), scaled=False)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
-    fits = rank and is_last and traced.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
-    return traced if fits else None
-
-
-def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes) -> None:
-    """Move a Transpose from before a norm to behind it, in place, where attention may absorb it."""
-    output, own = norm.outputs[0], sizes.axes(traced.value)
-    if sizes.axes(output) is None or own is None:
-        raise NotFusedError("its shape is not known")
-    work = Writer.of(output, (), editor, sizes)
+    if not rank or not is_last or traced.axes[-1] != rank - 1:
+        return None
+    output = norm.outputs[0]
+    check_type(output, context.gains.parts)
+    own = context.sizes.known(traced.value, "its input")
+    work = Writer.of(output, context)
     made = work.add("norm", norm.op_type, [traced.value, *norm.inputs[1:]], output, own, **settings_of(norm))
-    made = work.transpose(Operand(made, traced.axes), "norm_turned")
-    work.take_place(made, output)
+    work.take_place(work.transpose(Operand(made, traced.axes), "norm_turned"), output)
+    return norm.op_type
 
 
 def find_norms(mean: ir.Node) -> list[Norm]:
@@ -164,12 +179,13 @@ def _with_weights(norm: Norm, may_narrow: bool) -> list[Norm]:
     return norms
 
 
-def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
+def write_norm(norms: Sequence[Norm], context: Context) -> ir.Node:
     """Replace the first of the norms whose weights and bias are rows by the operator, in place. Returns its node.
 
     The weights are 1 if the norm has none. Raises NotFusedError if the operator can't express it; then nothing is
     changed.
     """
+    sizes = context.sizes
     axes = sizes.axes(norms[-1].data)
     norm = next((norm for norm in norms[:-1] if axes and _has_rows(norm, axes, sizes)), norms[-1])
     dtype = norm.source.dtype
@@ -178,8 +194,8 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
     size = axes[-1].fixed
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
-    data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
-    rows = [] if norm.weights else [editor.constant(np.ones(size, dtype.numpy()))]
+    data, work = norm.source, Writer.of(norm.output, context)
+    rows = [] if norm.weights else [context.editor.constant(np.ones(size, dtype.numpy()))]
     for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
         row = work.reshape(weights, axes[-1:], f"norm_{name}_row")
         rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
@@ -206,27 +222,24 @@ def _has_rows(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
     return are_rows and output is not None and [axis.size for axis in output] == [axis.size for axis in axes]
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """A `norm` of `data` in half precision, computed in float32 between casts. `output` has the type of `data`."""
+def narrow_norm(norm: ir.Node, context: Context) -> str | None:
+    """Compute a norm in half precision that is computed in float32 between casts. Returns its operator.
 
-    norm: ir.Node
-    data: ir.Value
-    weights: tuple[ir.Value | None, ...]
-    output: ir.Value
-
-
-def find_narrowed(norm: ir.Node) -> Narrowed | None:
-    """A norm between casts; None for any other node, and if the narrow type can't hold its weights exactly."""
+    None for any other node, and if the narrow type can't hold its weights exactly.
+    """
     if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, output = None if norm.inputs[0] is None else half_source(norm.inputs[0]), half_result(norm.outputs[0])
     if data is None or output is None or data.dtype != output.dtype:
         return None
-    given: Sequence[ir.Value | None] = norm.inputs[1:]
-    if any(value is not None and not _is_exact(value, data) for value in given):
+    if any(value is not None and not _is_exact(value, data) for value in norm.inputs[1:]):
         return None
-    return Narrowed(norm, data, tuple(given), output)
+    check_type(output, context.gains.parts)
+    axes = context.sizes.known(data, "its input")
+    weights = [None if value is None else _narrow_weight(value, data, context.editor) for value in norm.inputs[1:]]
+    work = Writer.of(output, context)
+    work.take_place(work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm)), output)
+    return norm.op_type
 
 
 def _is_exact(value: ir.Value, like: ir.Value) -> bool:
@@ -238,21 +251,6 @@ def _is_exact(value: ir.Value, like: ir.Value) -> bool:
     numbers = tensor.numpy()
     with np.errstate(over="ignore"):
         return bool(np.array_equal(_narrowed(numbers, like).astype(numbers.dtype), numbers))
-
-
-def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
-    """Replace the norm and its casts by the norm of values in half precision, in place.
-
-    Raises NotFusedError if sizes are not known.
-    """
-    norm, data, output = narrowed.norm, narrowed.data, narrowed.output
-    axes = sizes.axes(data)
-    if axes is None or sizes.axes(output) is None:
-        raise NotFusedError("it has no known sizes")
-    work = Writer.of(output, (), editor, sizes)
-    weights = [value if value is None else _narrow_weight(value, data, editor) for value in narrowed.weights]
-    made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
-    work.take_place(made, output)
 
 
 def _narrow_weight(value: ir.Value, like: ir.Value, editor: Editor) -> ir.Value:

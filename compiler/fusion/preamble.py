@@ -19,6 +19,7 @@ from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_blanks, find_masks
@@ -56,20 +57,20 @@ class Preamble:
         return [value.name or "" for value in self.model.graph.outputs]
 
 
-def cut_preamble(
-    model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
-) -> Preamble:
+def cut_preamble(context: Context, lengths: Lengths, roles: Mapping[str, Role]) -> Preamble:
     """Cut off the preamble. Its results become inputs of the remaining graph, which is changed in place.
 
     Raises NotFusedError if the remaining graph would still have sizes that grow with each token. The graph then stays
     whole, though some sizes are read off other values and equal nodes are merged.
     """
-    graph, filled = model.graph, lengths.filled
-    early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
+    model, sizes, filled = context.graph.model, context.sizes, lengths.filled
+    graph = model.graph
+    inputs = [value for value in graph.inputs if value.name not in context.pasts]
+    early = _read_sizes_off_inputs(graph, inputs, lengths, sizes)
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
     grown = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
     grown |= {one.input for one in filled}
-    lone = _lone_masks([value for value in graph.inputs if value.name not in states], roles)
+    lone = _lone_masks(inputs, roles)
     _read_sizes_beside(lone, lengths, sizes)
     following = _following(graph, {*grown, *lone}, early)
     _merge_equal(graph, following, early)

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Axes
+from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
 from splitc.compiler.fusion.operand import Operand, as_operand, traced_back
-from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
+from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -30,11 +31,29 @@ from splitc.compiler.nodes import settings_of
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
-def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
+def fuse_rotary(last: ir.Node, context: Context) -> str | None:
+    """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
+    if (place := pairs_among(last)) is not None:
+        check_type(last.outputs[0], context.gains.parts)
+        return OPERATOR if _write_among(last, place, context) else None
+    if not looks_rotary(last):
+        return None
+    if (pairs := merged_heads(last, context.sizes)) is not None:
+        _write_heads(pairs, context)
+    rotary = find_rotary(last, context)
+    if rotary is None:
+        return None
+    check_type(rotary.data, context.gains.parts)
+    write_rotary(rotary, context)
+    return OPERATOR
+
+
+def _write_among(concat: ir.Node, place: int, context: Context) -> bool:
     """Replace inputs `place` and `place` + 1 of a Concat, the two elements of rotated pairs, by the operator, in place.
 
     Returns whether they are rotated pairs. Raises NotFusedError as `find_rotary` and `write_rotary`.
     """
+    sizes = context.sizes
     output, parts = concat.outputs[0], list(concat.inputs)
     axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
     pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
@@ -43,27 +62,28 @@ def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes
     count = sum(own[axis].fixed or 0 for own in pair if own is not None)
     joined_axes = list(axes)
     joined_axes[axis] = fixed_axis(count)
-    work = Writer.of(output, (), editor, sizes)
+    work = Writer.of(output, context)
     made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
     parts[place : place + 2] = [made]
     whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
     with work.undone_if_refused():
-        rotary = find_rotary(producer_of(made), sizes, tables)
+        rotary = find_rotary(producer_of(made), context)
         if rotary is None or rotary.output not in (made, whole_again):
             work.undo()
             return False
-        rotated = write_rotary(rotary, editor, sizes, tables)
+        rotated = write_rotary(rotary, context)
     work.take_place(rotated if rotary.output is whole_again else whole_again, output)
     return True
 
 
-def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> ir.Value:
+def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
     """Replace a rotary embedding by the operator, in place. Returns its result.
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    sources = (rotary.data, rotary.cosines, *editor.graph.inputs)
-    work, own = Writer.of(rotary.output, sources, editor, sizes), sizes.axes(rotary.data)
+    sizes, tables = context.sizes, context.tables
+    work = Writer.of(rotary.output, context, rotary.data, rotary.cosines, *context.editor.graph.inputs)
+    own = sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
         raise NotFusedError("its input does not have three or four axes, the last of a fixed size")
     frame = _find_frame(rotary, _four(own), sizes)
@@ -72,10 +92,10 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no axis of an input has the length of its tables")
-    data = behind_split(rotary.data, editor, sizes)
+    data = behind_split(rotary.data, context)
     rotary, work = replace(rotary, data=data), replace(work, sources=(data, *work.sources[1:]))
     if rotary.places is not None:
-        places = editor.numbers(*rotary.places)
+        places = work.editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
         batch = work.reshape(rotary.data, frame.axes, "batch_of_one")
@@ -86,11 +106,11 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     return made
 
 
-def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
+def _write_heads(pairs: ir.Value, context: Context) -> None:
     """Insert heads [..., heads, 2 x pairs] between merged heads and pairs [..., heads, pairs, 2], by two Reshapes."""
     source = producer_of(pairs).inputs[0]
     assert source is not None
-    work = Writer.of(pairs, (source, *editor.graph.inputs), editor, sizes)
+    work = Writer.of(pairs, context, source, *context.editor.graph.inputs)
     own = work.axes(pairs)
     heads = work.reshape(source, [*own[:3], joined(own[3:])], "heads")
     work.take_place(work.reshape(heads, own, "pairs"), pairs)
@@ -227,69 +247,52 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
     return made
 
 
-@dataclass(frozen=True)
-class MovedRotary:
-    """An ONNX RotaryEmbedding that can be moved before a Slice or a Transpose: then it takes `data`.
-
-    `part` is how many of each head's first elements are rotated; None for all of them.
-    """
-
-    data: ir.Value
-    output: ir.Value
-    part: int | None
-
-
-def find_moved(node: ir.Node, sizes: Sizes, tables: Tables) -> MovedRotary | None:
-    """The move of an ONNX RotaryEmbedding before the Slice or Transpose of its heads; None if there is none.
+def move_rotary(node: ir.Node, context: Context) -> str | None:
+    """Move ONNX's RotaryEmbedding before the Slice or Transpose of its heads. Returns it; None if it stays.
 
     The operator takes part of a head, and either layout. Behind it, attention may absorb the Transpose.
     """
-    data, output = node.inputs[0], node.outputs[0]
-    own = None if data is None else sizes.axes(data)
+    data, output, part = node.inputs[0] if is_onnx(node, OPERATOR) else None, node.outputs[0], None
+    own = None if data is None else context.sizes.axes(data)
     if data is None or own is None or len(own) != 4:
         return None
-    whole_heads = None
-    if not node.attributes.get_int("rotary_embedding_dim", 0):
-        whole_heads = find_whole(data, output, sizes, tables)
-    if whole_heads is not None:
-        return MovedRotary(*whole_heads, own[3].fixed)
-    if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
+    if not node.attributes.get_int("rotary_embedding_dim", 0) and (whole := find_whole(data, output, context)):
+        (data, output), part = whole, own[3].fixed
+    elif not _is_turned(data) or made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
-    return (
-        MovedRotary(data, output, None) if traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
-    )
-
-
-def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes) -> None:
-    """Replace the operator, in place, by one that takes whole heads, before their Transpose.
-
-    Raises NotFusedError if sizes are not known.
-    """
-    output, own = moved.output, sizes.axes(moved.data)
-    if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
+    check_type(data, context.gains.parts)
+    own = context.sizes.known(data, "its heads")
+    if own[1].fixed is None or own[3].fixed is None:
         raise NotFusedError("its number of heads is dynamic")
-    data = behind_split(moved.data, editor, sizes)
-    work = Writer.of(output, (data,), editor, sizes)
+    data = behind_split(data, context)
+    work = Writer.of(output, context, data)
     how = {**settings_of(node), "num_heads": own[1].fixed}
-    if moved.part is not None:
-        how["rotary_embedding_dim"] = moved.part
-    traced = traced_back(as_operand(data, 4), scaled=False)
-    if traced.axes == SWAP_HEADS:
-        data, own = traced.value, work.axes(traced.value)
-        work = replace(work, sources=(data,))
+    if part is not None:
+        how["rotary_embedding_dim"] = part
+    is_turned = _is_turned(data)
+    if is_turned:
+        data = traced_back(as_operand(data, 4), scaled=False).value
+        own, work = work.axes(data), replace(work, sources=(data,))
         data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
-    if traced.axes == SWAP_HEADS:
+    if is_turned:
         made = work.transpose(Operand(work.reshape(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
+    return OPERATOR
 
 
-def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
+def _is_turned(data: ir.Value) -> bool:
+    """Whether data [batch, heads, length, size] are the transpose of [batch, length, heads, size]."""
+    return traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS
+
+
+def behind_split(value: ir.Value, context: Context) -> ir.Value:
     """Move a Transpose from before a Split to behind it, in place. Returns the new value of the part `value`.
 
     Any other value is returned as it is.
     """
-    node, own = made_by(value, "Split"), sizes.axes(value)
+    sizes, node = context.sizes, made_by(value, "Split")
+    own = sizes.axes(value)
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
@@ -299,7 +302,7 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
         return value
     how = {**settings_of(node), "axis": traced.axes[node.attributes.get_int("axis", 0)]}
     split = ir.node("Split", [traced.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
-    work = Writer(node, value.name or "", (), editor, sizes)
+    work = Writer(node, value.name or "", (), context.editor, sizes)
     work.insert(split)
     moved = []
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.request.shapes import Shape
 
 # A size with the planned inputs, and with probe sizes.
@@ -114,6 +115,19 @@ class Sizes:
                 known, symbol = False, None
             axes.append(Axis(size, symbol, size[0] if known and size[0] == size[1] else None))
         return tuple(axes)
+
+    def known(self, value: ir.Value, what: str) -> tuple[Axis, ...]:
+        """A value's axes. Raises NotFusedError, which says `what` the value is, if their sizes are not known."""
+        if (axes := self.axes(value)) is None:
+            raise NotFusedError(f"the shape of {what} is not known")
+        return axes
+
+    def fixed_parts(self, parts: Sequence[ir.Value], axis: int) -> list[int]:
+        """The sizes of a Split's parts along an axis. Raises NotFusedError if they are not fixed."""
+        sizes = [fixed for part in parts if (fixed := self.known(part, "its parts")[axis].fixed) is not None]
+        if len(sizes) < len(parts):
+            raise NotFusedError("the sizes of its parts are dynamic")
+        return sizes
 
     def put(self, value: ir.Value, axes: Iterable[Axis]) -> None:
         """Set the axes of a new value."""

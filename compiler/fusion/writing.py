@@ -12,6 +12,8 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import take_place
+from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
@@ -44,13 +46,10 @@ class Writer:
     known: Mapping[Size, ir.Value] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        value: ir.Value, sources: Iterable[ir.Value], editor: Editor, sizes: Sizes, name: str | None = None
-    ) -> Writer:
+    def of(value: ir.Value, context: Context, *sources: ir.Value, name: str | None = None) -> Writer:
         """A writer of nodes before the one that makes a value, named after it. Sources of unknown sizes are ignored."""
-        at, known = value.producer(), tuple(source for source in sources if sizes.of(source) is not None)
-        assert at is not None
-        return Writer(at, name or value.name or "", known, editor, sizes)
+        known = tuple(source for source in sources if context.sizes.of(source) is not None)
+        return Writer(producer_of(value), name or value.name or "", known, context.editor, context.sizes)
 
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:
@@ -73,9 +72,7 @@ class Writer:
     ) -> ir.Value:
         """Add a node of one output. Returns its result, which has these axes and the type of `like`."""
         value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
-        node = value.producer()
-        assert node is not None
-        self.added.append(node)
+        self.added.append(producer_of(value))
         self.name_value(value, role, like, axes)
         return value
 
