@@ -26,7 +26,6 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
-from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
 from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
@@ -188,14 +187,13 @@ def write_latent(latent: LatentAttention, context: Context, kept: LatentCaches |
             made, *presents = _attended(latent, heads, writing, kept)
         kept.replace(presents, [*stale, *attention.passed], work)
     else:
-        readers = {node: sizes_read(node, context.sizes) for value in stale for node in size_readers(value)}
-        if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
+        readers = size_readers(*stale)
+        if not all(map(work.can_read_elsewhere, readers)):
             raise NotFusedError("a node reads sizes of its keys or values that no other value has")
         with work.undone_if_refused():
             (made,) = _attended(latent, heads, writing, None)
-        for node, axes in readers.items():
-            listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
-            node.outputs[0].replace_all_uses_with(listed)
+        for node in readers:
+            replace(work, name=node.outputs[0].name or "").read_elsewhere(node, "sizes")
     writing.replace(attention.result, made, attention.order)
 
 

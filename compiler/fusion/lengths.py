@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
+from splitc.compiler.fusion.sizes import Axis, Size, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.package.states import Length
@@ -205,22 +204,14 @@ class Lengths:
 
     def rewrite_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
         """Make nodes that read sizes of these values read them off inputs instead."""
-        for value in values:
-            for node in size_readers(value):
-                axes = sizes_read(node, self._sizes)
-                assert axes is not None
-                sizes = self.writer(node, filled).list_of(axes, "sizes")
-                node.outputs[0].replace_all_uses_with(sizes)
+        for node in size_readers(*values):
+            self.writer(node, filled).read_elsewhere(node, "sizes")
 
     def check_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
         """Raise NotFusedError if `rewrite_sizes` would find no input with such a size."""
-        for value in values:
-            for node in size_readers(value):
-                axes = sizes_read(node, self._sizes)
-                if node.outputs[0].is_graph_output() or not axes:
-                    raise NotFusedError("a node reads the shape of its cache in a way that splitc does not know")
-                if not all(map(self.writer(node, filled).has, axes)):
-                    raise NotFusedError("a node reads a size of its cache that no input has")
+        for node in size_readers(*values):
+            if not self.writer(node, filled).can_read_elsewhere(node):
+                raise NotFusedError("a size of its cache is read that no input has, or is an output")
 
     def are_in_place(self, pasts: Iterable[ir.Value], filled: Filled, one_row: bool) -> None:
         """Record that caches of this length, whose inputs are `pasts`, are written in place now.
@@ -252,9 +243,3 @@ def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) ->
         value.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
     return total, work.expand(last, [batch], "lasts")
-
-
-def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:
-    """The axes whose sizes a Shape returns; None if they are not known."""
-    axes = None if node.inputs[0] is None else sizes.axes(node.inputs[0])
-    return None if axes is None else given_sizes(node, axes)

@@ -19,7 +19,6 @@ from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
@@ -64,7 +63,9 @@ def write_multi_head_attention(attention: Attention, context: Context) -> None:
     writing = Writing(attention, frame, work)
     with work.undone_if_refused():
         views = writing.views(writing.rows())
-    _rewrite_sizes(attention, work)
+    # Otherwise the decomposed scores would be computed for their sizes. Readers of the output may stay.
+    for node in size_readers(*attention.passed, attention.output):
+        work.read_elsewhere(node, "scores")
     for old, natural, order in views:
         writing.replace(old, natural, order)
 
@@ -79,10 +80,8 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
         check_bias(bias, work.sizes)
     for scale in attention.row_scales:
         _check_scale(scale, frame, work.sizes)
-    for node in (node for value in attention.passed for node in size_readers(value)):
-        axes = sizes_read(node, work.sizes)
-        if axes is None or not all(map(work.has, axes)):
-            raise NotFusedError("a node reads sizes of its scores that its queries and keys do not have")
+    if not all(map(work.can_read_elsewhere, size_readers(*attention.passed))):
+        raise NotFusedError("sizes of its scores are read that its queries and keys do not have, or are an output")
     return frame
 
 
@@ -96,17 +95,6 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     leading = [axis.size for axis in frame.leading]
     if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
         raise NotFusedError("its scores have a different scale for each key")
-
-
-def _rewrite_sizes(attention: Attention, work: Writer) -> None:
-    """Read sizes of the scores off queries and keys, so that the decomposed scores are not computed for them."""
-    for value in (*attention.passed, attention.output):
-        for node in size_readers(value):
-            axes = sizes_read(node, work.sizes)
-            if axes is None or not all(map(work.has, axes)):
-                continue  # it reads the output, which stays
-            sizes = replace(work, at=node).list_of(axes, "scores")
-            node.outputs[0].replace_all_uses_with(sizes, replace_graph_outputs=False)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
+from splitc.compiler.fusion.lengths import Filled, Lengths
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.fusion.sizes import Sizes, size_readers
@@ -66,7 +66,7 @@ def cut_preamble(context: Context, lengths: Lengths, roles: Mapping[str, Role]) 
     model, sizes, filled = context.graph.model, context.sizes, lengths.filled
     graph = model.graph
     inputs = [value for value in graph.inputs if value.name not in context.pasts]
-    early = _read_sizes_off_inputs(graph, inputs, lengths, sizes)
+    early = _read_sizes_off_inputs(graph, inputs, lengths)
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
     grown = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
     grown |= {one.input for one in filled}
@@ -126,16 +126,12 @@ def _find_batch(
     return {**known, **dict.fromkeys(others, 0)}, others
 
 
-def _read_sizes_off_inputs(
-    graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths, sizes: Sizes
-) -> set[ir.Value]:
+def _read_sizes_off_inputs(graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths) -> set[ir.Value]:
     """Read sizes off inputs where the graph reads them off hidden states, as of the batch. Returns the early values."""
     early = _find_early(graph, inputs)
     for node in list(graph):
         if is_onnx(node, "Shape") and node.inputs[0] not in early:
-            axes, writer = sizes_read(node, sizes), lengths.writer(node, *lengths.filled)
-            if axes and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+            lengths.writer(node, *lengths.filled).read_elsewhere(node, "sizes")
     return _find_early(graph, inputs)
 
 
@@ -158,11 +154,10 @@ def _read_sizes_beside(masks: Mapping[ir.Value, frozenset[str]], lengths: Length
     """Read sizes of masks, other than these symbols, off other inputs."""
     for mask, own in masks.items():
         for node in size_readers(mask):
-            axes, writer = sizes_read(node, sizes), lengths.writer(node)
-            writer = replace(writer, sources=tuple(value for value in writer.sources if value is not mask))
-            is_own = any(isinstance(axis.symbol, ir.SymbolicDim) and axis.symbol.value in own for axis in axes or ())
-            if axes and not is_own and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+            if own.isdisjoint(axis.name for axis in sizes.read_by(node) or ()):
+                writer = lengths.writer(node)
+                others = tuple(value for value in writer.sources if value is not mask)
+                replace(writer, sources=others).read_elsewhere(node, "sizes")
 
 
 def _following(graph: ir.Graph, begin: Collection[ir.Value], early: Collection[ir.Value]) -> set[ir.Value]:

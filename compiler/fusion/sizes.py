@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.request.shapes import Shape
@@ -129,6 +130,11 @@ class Sizes:
             raise NotFusedError("the sizes of its parts are dynamic")
         return sizes
 
+    def read_by(self, node: ir.Node) -> list[Axis] | None:
+        """The axes whose sizes a Shape returns; None if they are not known."""
+        axes = None if node.inputs[0] is None else self.axes(node.inputs[0])
+        return None if axes is None else given_sizes(node, axes)
+
     def put(self, value: ir.Value, axes: Iterable[Axis]) -> None:
         """Set the axes of a new value."""
         axes = tuple(axes)
@@ -142,6 +148,6 @@ def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}
 
 
-def size_readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value's sizes."""
-    return [node for node, _ in value.uses() if is_onnx(node, "Shape")]
+def size_readers(*values: ir.Value) -> list[ir.Node]:
+    """The nodes that read sizes of these values."""
+    return [node for value in values for node, _ in value.uses() if is_onnx(node, "Shape")]

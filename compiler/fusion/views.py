@@ -18,7 +18,6 @@ import onnx_ir as ir
 from splitc.compiler.frontend.constants import ANY_END
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, value_before
-from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
@@ -182,7 +181,7 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     if node is None or node.domain:
         return None
     if node.op_type == "Shape":
-        axes = sizes_read(node, sizes)
+        axes = sizes.read_by(node)
         read = [axis.symbol if axis.fixed is None else axis.fixed for axis in axes or ()]
         is_known = all(isinstance(size, int) or (isinstance(size, ir.SymbolicDim) and size.value) for size in read)
         return read if axes is not None and is_known else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,17 @@ class Writer:
     def has(self, axis: Axis) -> bool:
         """Whether an axis' size is fixed, known, or can be read from a source."""
         return axis.fixed is not None or axis.size in self.known or self._source(axis) is not None
+
+    def can_read_elsewhere(self, shape: ir.Node) -> bool:
+        """Whether the sizes that a Shape returns can be read off the sources, and are no output of the model."""
+        axes = self.sizes.read_by(shape)
+        return axes is not None and all(map(self.has, axes)) and not shape.outputs[0].is_graph_output()
+
+    def read_elsewhere(self, shape: ir.Node, role: str) -> None:
+        """Make readers of a Shape read the same sizes off the sources, where that is possible."""
+        if self.can_read_elsewhere(shape):
+            made = replace(self, at=shape).list_of(self.sizes.read_by(shape) or (), role)
+            shape.outputs[0].replace_all_uses_with(made)
 
     def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
         """A one-dimensional int64 value of sizes; a constant if all are fixed.
