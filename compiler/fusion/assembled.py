@@ -17,7 +17,7 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, source_through, 
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
+from splitc.compiler.fusion.operand import VIEWS, Operand, untransposed
 from splitc.compiler.fusion.rotary_embedding import fuse_rotary
 from splitc.compiler.fusion.scattered import is_assignment
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
@@ -70,7 +70,7 @@ class Assembled:
 
     def base(self) -> Operand:
         """What the first assignment writes to, traced back through transposes."""
-        return traced_back(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
+        return untransposed(self.slices[0].data, len(self.axes))
 
 
 def fuse_assembled(node: ir.Node, context: Context) -> str | None:
@@ -114,7 +114,7 @@ def write_assembled(assembled: Assembled, context: Context) -> ir.Node:
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not interleave")
-    sources = [traced_back(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    sources = [untransposed(one.rows, len(assembled.axes)) for one in assembled.slices]
     order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer.of(output, context)
@@ -220,7 +220,7 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 def _before(one: Slice, context: Context) -> Slice | None:
     """The assignment that this one changes the result of, if it is along the same axis."""
-    source = traced_back(as_operand(one.data, len(context.sizes.of(one.data) or ())), scaled=False)
+    source = untransposed(one.data, len(context.sizes.of(one.data) or ()))
     data = source_through(source.value, "Identity")  # exporters make one of two inverse transposes
     node = data.producer() if source.is_value else None
     before = None if node is None else _find_slice(node, context)

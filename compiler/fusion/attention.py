@@ -199,7 +199,7 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
     The operator computes in float32 anyway.
     """
     query, keys = (in_half_precision(factor, scaled=True) for factor in (product.first, product.second))
-    weighed = in_half_precision(values, scaled=False)
+    weighed = in_half_precision(values)
     if query is None or keys is None or weighed is None:
         return product.first, product.second, values
     is_one_type = query.value.dtype == keys.value.dtype == weighed.value.dtype

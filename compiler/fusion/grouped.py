@@ -24,7 +24,7 @@ from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention, has_attribute
-from splitc.compiler.fusion.operand import PASSED, as_operand, traced_back, traced_back_merged, unmerged
+from splitc.compiler.fusion.operand import PASSED, traced_back_merged, unmerged, untransposed
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
@@ -175,9 +175,7 @@ def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
     batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
-        value = work.transpose(
-            traced_back(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
-        )
+        value = work.transpose(untransposed(cache.new, 4).transposed(BY_ROWS), f"{role}_by_rows")
     else:
         value = work.reshape(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
     return work.reshape(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)

@@ -91,7 +91,7 @@ def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAtt
     """The attention with the cached latent that its keys and values are projected from; None if there is none."""
     keys = traced_back_merged(attention.keys.swapped(), sizes, scaled=True)
     query = traced_back_merged(attention.query, sizes, scaled=True)
-    values = _projected(traced_back_merged(attention.values, sizes, scaled=False), sizes)
+    values = _projected(traced_back_merged(attention.values, sizes), sizes)
     if values is None or values.latent not in caches or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
     node = made_by(keys.value, "Concat")
@@ -117,7 +117,7 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     """A part of the keys: one that is projected from a latent, or one that all heads share, [batch, 1, all, size]."""
     if (projected := _projected(operand, sizes)) is not None:
         return projected
-    traced = traced_back(operand, scaled=False)
+    traced = traced_back(operand)
     if (source := value_before(traced.value, "Expand")) is not None:
         traced = Operand(source, traced.axes)
     own = sizes.of(traced.value)
@@ -126,7 +126,7 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
 
 def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     """The projection of a latent to heads [batch, heads, rows, size]; None if the operand is none."""
-    traced = traced_back(operand, scaled=False)
+    traced = traced_back(operand)
     start, own = 0, sizes.axes(traced.value)
     if own is None or len(own) != 4 or len(traced.axes) != 4:
         return None
@@ -139,7 +139,7 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
         if not is_last or len(counts) != len(before):
             return None
         start = sum(count or 0 for count in counts)
-        traced = traced_back(Operand(node.inputs[0], traced.axes), scaled=False)
+        traced = traced_back(Operand(node.inputs[0], traced.axes))
     divided, product = sizes.of(traced.value), made_by(value_before(traced.value, *VIEWS), "MatMul")
     if traced.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None

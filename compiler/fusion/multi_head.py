@@ -110,7 +110,7 @@ class Writing:
         attention, frame, work = self.attention, self.frame, self.work
         query = self._query()
         keys = self._fitted(self._traced(attention.keys.swapped()), frame.leading, "keys")
-        values = self._fitted(traced_back_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
+        values = self._fitted(traced_back_merged(attention.values, work.sizes), frame.weighed, "values")
         heads = frame.heads.fixed or 1
         inputs: list[ir.Value | None] = [
             self.merged(query, frame.size, "query"),

@@ -25,7 +25,7 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
+from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, untransposed
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
@@ -83,7 +83,7 @@ def move_transpose(norm: ir.Node, context: Context) -> str | None:
     if value is None or node is None or len(value.uses()) > 1 or value.is_graph_output() or len(norm.outputs) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
-    traced = traced_back(as_operand(value, rank), scaled=False)
+    traced = untransposed(value, rank)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
     if not rank or not is_last or traced.axes[-1] != rank - 1:
         return None
@@ -211,7 +211,7 @@ def write_norm(norms: Sequence[Norm], context: Context) -> ir.Node:
 
 def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
     """A value before a Transpose that leaves the last axis in place; the value itself if there is none."""
-    traced = traced_back(as_operand(data, rank), scaled=False)
+    traced = untransposed(data, rank)
     return traced if traced.axes[-1] == rank - 1 and sizes.axes(traced.value) is not None else as_operand(data, rank)
 
 

@@ -46,7 +46,12 @@ def as_operand(value: ir.Value, rank: int) -> Operand:
     return Operand(value, tuple(range(rank)))
 
 
-def in_half_precision(operand: Operand, scaled: bool) -> Operand | None:
+def untransposed(value: ir.Value, rank: int) -> Operand:
+    """A value of this rank as a transpose of the first value above that is no result of a Transpose."""
+    return traced_back(as_operand(value, rank))
+
+
+def in_half_precision(operand: Operand, scaled: bool = False) -> Operand | None:
     """An operand before its cast from float16 or bfloat16; the operand itself if it has such a type; else None."""
     if operand.value.dtype in HALVES:
         return operand
@@ -67,7 +72,7 @@ def half_result(value: ir.Value) -> ir.Value | None:
     return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
 
 
-def traced_back(operand: Operand, scaled: bool) -> Operand:
+def traced_back(operand: Operand, scaled: bool = False) -> Operand:
     """The same operand of an earlier value: the first one above that is no result of a Transpose.
 
     If `scaled`, also no product with a constant: `factor` then includes the constants.
@@ -87,7 +92,7 @@ def traced_back(operand: Operand, scaled: bool) -> Operand:
     return operand
 
 
-def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
+def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool = False) -> Operand:
     """As `traced_back`, and through a Transpose of the last two axes between reshapes that merge leading axes.
 
     Torch's exporters transpose keys so: reshaped to three axes and back.

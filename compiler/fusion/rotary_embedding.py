@@ -21,7 +21,7 @@ from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, as_operand, traced_back
+from splitc.compiler.fusion.operand import Operand, as_operand, untransposed
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -156,7 +156,7 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
 
 def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
-    traced = traced_back(as_operand(rotary.data, 4), scaled=False)
+    traced = untransposed(rotary.data, 4)
     by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
     if not by_rows:
         return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
@@ -271,7 +271,7 @@ def move_rotary(node: ir.Node, context: Context) -> str | None:
         how["rotary_embedding_dim"] = part
     is_turned = _is_turned(data)
     if is_turned:
-        data = traced_back(as_operand(data, 4), scaled=False).value
+        data = untransposed(data, 4).value
         own, work = work.axes(data), replace(work, sources=(data,))
         data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
@@ -283,7 +283,7 @@ def move_rotary(node: ir.Node, context: Context) -> str | None:
 
 def _is_turned(data: ir.Value) -> bool:
     """Whether data [batch, heads, length, size] are the transpose of [batch, length, heads, size]."""
-    return traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS
+    return untransposed(data, 4).axes == SWAP_HEADS
 
 
 def behind_split(value: ir.Value, context: Context) -> ir.Value:
@@ -296,7 +296,7 @@ def behind_split(value: ir.Value, context: Context) -> ir.Value:
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
-    traced = traced_back(as_operand(source, len(own)), scaled=False)
+    traced = untransposed(source, len(own))
     axes = [sizes.axes(part) for part in node.outputs]
     if traced.is_value or sizes.axes(traced.value) is None or None in axes:
         return value

@@ -55,7 +55,7 @@ def fuse_scattered(node: ir.Node, context: Context) -> str | None:
     thin = [listed[0] if axis == along else fixed_axis(1) for axis in range(len(axes))]
     work = Writer.of(present, context, past, places)
     with work.undone_if_refused():
-        turned = work.transpose(traced_back(Operand(rows, tuple(last)), scaled=False), "rows")
+        turned = work.transpose(traced_back(Operand(rows, tuple(last))), "rows")
         indices = work.expand(work.reshape(places, thin, "places"), written, "indices")
     work.take_place(work.add("written", OPERATOR, [past, indices, turned], past, axes, axis=along), present)
     return OPERATOR

@@ -7,12 +7,11 @@ CPU time. Masks that differ only by such nodes can then be merged.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from operator import add, mul, sub
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import ANY_END
@@ -25,19 +24,14 @@ from splitc.compiler.fusion.sizes import Axis, Sizes
 Entry = int | ir.SymbolicDim
 
 
-def _by_entry(combine: Callable[[Any, Any], Entry], one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
-    """Combine two lists, or a list and a number, entry by entry."""
-    count = max(len(one), len(other))
-    first, second = (list(part) * (count if len(part) == 1 else 1) for part in (one, other))
-    return [combine(*pair) for pair in zip(first, second, strict=True)]
-
-
 # How operators compute lists of sizes.
-_COMPUTE: dict[str, Callable[..., list[Entry]]] = {
-    "Gather": lambda sizes, places: [sizes[place] for place in places],
+_COMPUTE: dict[str, Callable[..., npt.NDArray[np.object_]]] = {
+    "Gather": lambda sizes, places: sizes[places.astype(int)],
     "Slice": lambda sizes, start, end, axis=(0,), step=(1,): sizes[start[0] : end[0] : step[0]],
-    "Concat": lambda *lists: list(chain(*lists)),
-    **{name: partial(_by_entry, combine) for name, combine in (("Add", add), ("Sub", sub), ("Mul", mul))},
+    "Concat": lambda *lists: np.concatenate(lists),
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
 }
 
 
@@ -192,7 +186,10 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     is_known = all(part is not None for part in lists) and all(
         isinstance(n, int) for part in indices for n in part or ()
     )
-    return _COMPUTE[node.op_type](*lists) if is_known and node.op_type in _COMPUTE else None
+    if not is_known or node.op_type not in _COMPUTE:
+        return None
+    made: list[Entry] = _COMPUTE[node.op_type](*(np.array(part, object) for part in lists)).tolist()
+    return made
 
 
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
