@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import onnx_ir as ir
 
@@ -59,9 +59,8 @@ def weighs(value: ir.Value) -> bool:
         ends = ("TopK", "ReduceSum", "ArgMax", "Gather")
         return [node.outputs[0] for node in readers_of(one) if not node.domain and node.op_type not in ends]
 
-    return any(
-        is_product(node) for level in islice(levels([value], below), 6) for one in level for node in readers_of(one)
-    )
+    near = chain.from_iterable(islice(levels([value], below), 6))
+    return any(is_product(node) for one in near for node in readers_of(one))
 
 
 def comes_from_product(value: ir.Value) -> bool:

@@ -40,6 +40,13 @@ class Axis:
         name = self.symbol.value if isinstance(self.symbol, ir.SymbolicDim) else self.symbol
         return None if name is None else str(name)
 
+    @property
+    def entry(self) -> int | ir.SymbolicDim | None:
+        """Its size in any request, as a number or a symbol; None if that is not known."""
+        if self.fixed is not None:
+            return self.fixed
+        return None if isinstance(self.symbol, ir.SymbolicDim) and self.symbol.value is None else self.symbol
+
     def is_same(self, other: Axis) -> bool:
         """Whether both axes have the same size in all requests, by their symbol or number in the graph."""
         is_named = self.fixed == other.fixed if self.fixed is not None else self.name == other.name is not None
@@ -64,9 +71,9 @@ def joined(axes: Iterable[Axis]) -> Axis:
     fixed = [axis.fixed for axis in kept]
     if None not in fixed:
         return fixed_axis(math.prod(number for number in fixed if number is not None))
-    symbols = [axis.symbol if axis.fixed is None else axis.fixed for axis in kept]
-    is_named = None not in symbols
-    return Axis(product_of(axis.size for axis in kept), functools.reduce(operator.mul, symbols) if is_named else None)
+    entries = [axis.entry for axis in kept]
+    symbol = None if None in entries else functools.reduce(operator.mul, entries)
+    return Axis(product_of(axis.size for axis in kept), symbol)
 
 
 def product_of(sizes: Iterable[Size]) -> Size:

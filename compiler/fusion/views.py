@@ -156,8 +156,7 @@ def _is_end(stop: Entry, axis: Axis) -> bool:
 
 def _is_size_of(size: Entry, axis: Axis) -> bool:
     """Whether a size is that of an axis in any request."""
-    own = axis.symbol if axis.fixed is None else axis.fixed
-    return isinstance(own, int | ir.SymbolicDim) and _is_equal(size, own)
+    return axis.entry is not None and _is_equal(size, axis.entry)
 
 
 def _is_equal(one: Entry, other: Entry) -> bool:
@@ -176,17 +175,13 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
         return None
     if node.op_type == "Shape":
         axes = sizes.read_by(node)
-        read = [axis.symbol if axis.fixed is None else axis.fixed for axis in axes or ()]
-        is_known = all(isinstance(size, int) or (isinstance(size, ir.SymbolicDim) and size.value) for size in read)
-        return read if axes is not None and is_known else None
+        entries = [axis.entry for axis in axes or () if axis.entry is not None]
+        return entries if axes is not None and len(entries) == len(axes) else None
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
-    lists = [_computed(part, sizes) for part in node.inputs]
+    lists = [_computed(part, sizes) for part in node.inputs] if node.op_type in _COMPUTE else []
     indices = lists[1:] if node.op_type in ("Gather", "Slice") else []
-    is_known = all(part is not None for part in lists) and all(
-        isinstance(n, int) for part in indices for n in part or ()
-    )
-    if not is_known or node.op_type not in _COMPUTE:
+    if not lists or None in lists or not all(isinstance(n, int) for part in indices for n in part or ()):
         return None
     made: list[Entry] = _COMPUTE[node.op_type](*(np.array(part, object) for part in lists)).tolist()
     return made
