@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
-from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
@@ -37,7 +37,6 @@ DEEPEST = 16
 # before a softcap or sinks either.
 SHIFT, NO_SHIFT = 1.0, 1e-6
 SHIFTED = "a number is added to all its scores, or a row's maximum is subtracted from them, before"
-NO_SIZES = "the shapes of its queries, keys and values are not known"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+NO_SIZES = "the shapes of its queries, keys and values are not known"
+
 
 class NotFusedError(Exception):
     """A pattern can't be fused. The message is the reason, without the node's name."""

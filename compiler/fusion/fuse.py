@@ -16,7 +16,7 @@ from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.fusion.adopted import Adopted, adopt, find_adopted
+from splitc.compiler.fusion.adopted import adopt, find_adopted, pasts_of
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import fuse_assembled
 from splitc.compiler.fusion.attention import Attention, find_attention
@@ -118,7 +118,7 @@ def fuse(
         *work.unfused_caches(any(outcome.kind == "cache" for outcome in outcomes)),
         *_looks_inside(context),
     ]
-    lengths = work.lengths.entries() if work.caches or work.adopted.nodes else ()
+    lengths = work.lengths.entries() if work.caches or work.adopted else ()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     preamble = None
@@ -194,14 +194,14 @@ class _Work:
         return {present: own for present, own in self.grown.items() if present.shape and len(present.shape) > ROWS + 1}
 
     @cached_property
-    def adopted(self) -> Adopted:
+    def adopted(self) -> Sequence[ir.Node]:
         """The model's own attentions that get the lengths of their caches."""
-        return find_adopted(self.context.graph.graph, self.context.states) if self.gains.has_room else Adopted((), ())
+        return find_adopted(self.context.graph.graph, self.context.states) if self.gains.has_room else ()
 
     @cached_property
     def lengths(self) -> Lengths:
         """The inputs whose sizes are the lengths of caches."""
-        pasts = [*(past for past, _ in self.caches.values()), *self.adopted.pasts]
+        pasts = [*(past for past, _ in self.caches.values()), *pasts_of(self.adopted)]
         return Lengths(self.context, pasts)
 
     def preamble(self, roles: Mapping[str, Role], place: str) -> tuple[Preamble | None, Outcome]:
@@ -300,13 +300,13 @@ class _Work:
 
     def adopt(self) -> Iterator[Outcome]:
         """Give the model's own attentions the lengths of their caches."""
-        if not self.adopted.nodes:
+        if not self.adopted:
             return
         # Probes keep only those constants that are the same for all sizes.
         model, other = self.context.graph.model, self.context.other_sizes.shapes
         inputs = {value.name or "": other[value.name or ""] for value in model.graph.inputs}
         constants = (self.context.bound.constants, bind_shapes(model, inputs).constants)
-        for node in self.adopted.nodes:
+        for node in self.adopted:
             try:
                 check_type(node.outputs[0], self.gains.caches)
                 adopt(node, self.lengths, self.context.sizes, constants)
@@ -350,8 +350,8 @@ class _Work:
         if not self.gains.caches:
             return []
         reasons = unfused_caches(self.context.graph.graph, self.context.states, self.caches, is_read, self.latents)
-        adopted = {past.name for past in self.adopted.pasts}  # each has an outcome of its own
-        return [Outcome(past, None, str(why), "cache") for past, why in reasons if past not in adopted]
+        adopted = {past.name for past in pasts_of(self.adopted)}  # each has an outcome of its own
+        return [Outcome(past, None, why, "cache") for past, why in reasons if past not in adopted]
 
 
 def _looks_inside(context: Context) -> Iterator[Outcome]:

@@ -115,8 +115,9 @@ class Lengths:
     def __init__(self, context: Context, pasts: Collection[ir.Value]) -> None:
         self._context, self._editor, self._sizes = context, context.editor, context.sizes
         self._filled: dict[Size, Filled] = {}
-        self._states: dict[str, list[str]] = {}
-        self._for_one_row: set[str] = set()
+        # The names of caches that are in place, and which of them are `one_row` (see Filled.entry), by their length.
+        self._states: dict[Size, list[str]] = {}
+        self._for_one_row: set[Size] = set()
         # The size of a past may be its capacity, so no size is read off it.
         known = (
             value for value in self._editor.graph.inputs if self._sizes.of(value) is not None and value not in pasts
@@ -126,7 +127,7 @@ class Lengths:
     @property
     def filled(self) -> list[Filled]:
         """The filled rows of all caches that are in place."""
-        return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
+        return [filled for length, filled in self._filled.items() if length in self._states]
 
     def of(self, past: ir.Value, new: ir.Value, present: ir.Value) -> Filled:
         """The filled rows of a cache, with the rows that a request adds to it, and its present.
@@ -218,21 +219,21 @@ class Lengths:
 
         `one_row` is as for `Filled.entry`.
         """
-        names = self._states.setdefault(filled.input.name or "", [])
+        names = self._states.setdefault(filled.past.size, [])
         if one_row:
-            self._for_one_row.add(filled.input.name or "")
+            self._for_one_row.add(filled.past.size)
         for past in pasts:
             names.append(past.name or "")
             mark_fused_cache(past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
         """The manifest's entries. Added inputs that no fused cache needs are removed."""
-        for filled in self._filled.values():
-            if not self._states.get(filled.input.name or ""):
+        for length, filled in self._filled.items():
+            if length not in self._states:
                 filled.work.undo()
         remove_unused_inputs(self._editor.graph, [own for filled in self._filled.values() for own in filled.inputs])
-        names = {filled.input.name or "": filled for filled in self.filled}
-        return tuple(one.entry(self._states[name], name in self._for_one_row) for name, one in names.items())
+        lengths = [filled.past.size for filled in self.filled]
+        return tuple(self._filled[one].entry(self._states[one], one in self._for_one_row) for one in lengths)
 
 
 def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:

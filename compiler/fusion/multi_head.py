@@ -87,9 +87,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
 
 def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     """Raise NotFusedError if a scale of the scores can't be applied to the queries instead."""
-    own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
-    if own is None or scores is None or len(own) > len(scores):
-        raise NotFusedError("the shape of its scores' scale is not known")
+    own, scores = (sizes.known(value, "its scores' scale") for value in (scale.value, scale.at))
     if is_one(own):
         return
     leading = [axis.size for axis in frame.leading]
@@ -183,34 +181,29 @@ class Writing:
     def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
         """An operand [..., rows, size], expanded to `leading` axes, which are split into batch and heads if merged."""
         work, frame = self.work, self.frame
-        axes = self._axes(operand)
+        axes = axes_of(operand, self.work.sizes)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
             value = work.expand(work.transpose(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
             operand = replace(as_operand(value, len(axes)), factor=operand.factor)
         if frame.divided(leading) is not None:
             return operand
         before = unmerged(operand, work.sizes, scaled=role != "values")
-        if before is not None and frame.divided(self._axes(before)[:-2]) is not None:
+        if before is not None and frame.divided(axes_of(before, self.work.sizes)[:-2]) is not None:
             return before
         value = work.transpose(operand, f"{role}_ordered")
         value = work.reshape(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
         return replace(as_operand(value, 4), factor=operand.factor)
 
-    def _axes(self, operand: Operand) -> tuple[Axis, ...]:
-        axes = axes_of(operand, self.work.sizes)
-        assert axes is not None
-        return axes
-
     def _natural(self, operand: Operand) -> Operand:
         """An operand as [batch..., rows, heads..., size]."""
         rank = len(operand.axes)
-        batch = self.frame.divided(self._axes(operand)[:-2])
+        batch = self.frame.divided(axes_of(operand, self.work.sizes)[:-2])
         assert batch is not None
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
     def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
         """An operand as [batch, rows, heads x size]."""
-        rows = self._axes(operand)[-2]
+        rows = axes_of(operand, self.work.sizes)[-2]
         value = self.work.transpose(self._natural(operand), f"{role}_by_rows")
         width = fixed_axis((self.frame.heads.fixed or 1) * size)
         return self.work.reshape(value, [self.frame.batch, rows, width], role)

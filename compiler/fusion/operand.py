@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by, only_user, value_before
+from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
@@ -146,10 +147,12 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
     return None
 
 
-def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
-    """An operand's axes; None if their sizes are not known."""
+def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...]:
+    """An operand's axes. Raises NotFusedError if their sizes are not known."""
     axes = sizes.axes(operand.value)
-    return None if axes is None or len(axes) != len(operand.axes) else tuple(axes[axis] for axis in operand.axes)
+    if axes is None or len(axes) != len(operand.axes):
+        raise NotFusedError(NO_SIZES)
+    return tuple(axes[axis] for axis in operand.axes)
 
 
 def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
