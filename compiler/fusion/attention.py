@@ -20,14 +20,15 @@ from splitc.compiler.fusion.product import (
     weighs,
 )
 from splitc.compiler.fusion.softmax import (
+    HIDDEN,
     Softmax,
     computed_beside,
     is_row_maximum,
+    kept_by,
     leaves_out_last,
     swaps_last,
     without_nan,
 )
-from splitc.compiler.fusion.written_masks import HIDDEN, kept_by
 
 # The most nodes between the product of queries and keys and the Softmax. A choice: both inputs of an Add are searched
 # for the product, so that the time may double with each Add.

@@ -8,7 +8,6 @@ one. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,15 +52,11 @@ def _write_among(concat: ir.Node, place: int, context: Context) -> bool:
 
     Returns whether they are rotated pairs. Raises NotFusedError as `find_rotary` and `write_rotary`.
     """
-    sizes = context.sizes
-    output, parts = concat.outputs[0], list(concat.inputs)
-    axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
-    pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
-    if axes is None or any(own is None or own[axis].fixed is None for own in pair):
-        raise NotFusedError("the shape of the Concat that it is part of is not known")
-    count = sum(own[axis].fixed or 0 for own in pair if own is not None)
+    output, parts, axis = concat.outputs[0], list(concat.inputs), concat.attributes.get_int("axis", 0)
+    axes = context.sizes.known(output, "the Concat that it is part of")
+    pair = [value for value in parts[place : place + 2] if value is not None]
     joined_axes = list(axes)
-    joined_axes[axis] = fixed_axis(count)
+    joined_axes[axis] = fixed_axis(sum(context.sizes.fixed_parts(pair, axis)))
     work = Writer.of(output, context)
     made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
     parts[place : place + 2] = [made]
@@ -81,7 +76,7 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    sizes, tables = context.sizes, context.tables
+    sizes = context.sizes
     work = Writer.of(rotary.output, context, rotary.data, rotary.cosines, *context.editor.graph.inputs)
     own = sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
@@ -89,8 +84,7 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no known value has one of its dynamic sizes")
-    differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
-    if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
+    if any(map(frame.differs, frame.tables)) and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no axis of an input has the length of its tables")
     data = behind_split(rotary.data, context)
     rotary, work = replace(rotary, data=data), replace(work, sources=(data, *work.sources[1:]))
@@ -98,10 +92,8 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
         places = work.editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
-        batch = work.reshape(rotary.data, frame.axes, "batch_of_one")
-        made = work.reshape(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
-    else:
-        made = _written(rotary, frame, work, tables)
+        rotary = replace(rotary, data=work.reshape(rotary.data, frame.axes, "batch_of_one"))
+    made = work.reshape(_Writing(rotary, frame, work, context.tables).written(), own, "rotated_data")
     work.take_place(made, rotary.output)
     return made
 
@@ -120,25 +112,33 @@ def _write_heads(pairs: ir.Value, context: Context) -> None:
 class _Frame:
     """The data's four axes. The first is the batch, the last the head size; `length` is the index of that of positions.
 
-    `rows` are the axes along which the tables vary: positions, and perhaps the batch.
+    `rows` are the axes along which the tables vary: positions, and perhaps the batch. `tables` are the axes of the
+    cosines and of the sines.
     """
 
-    axes: tuple[Axis, ...]
+    axes: Axes
     length: int
-    rows: tuple[Axis, ...]
+    rows: Axes
+    tables: tuple[Axes, Axes]
 
     @property
     def heads(self) -> Axis:
         return self.axes[3 - self.length]
 
+    def differs(self, table: Axes) -> bool:
+        """Whether a table may have other rows than the data: in some requests, one row for all positions."""
+        pairs = zip(_four(table)[:-1], self.axes[:-1], strict=True)
+        return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
+
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     """The axes of a rotary embedding. Raises NotFusedError if the operator does not take data or tables like these."""
-    tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
-    padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
-    if len(padded) < 2 or padded[0] != padded[1]:
-        raise NotFusedError("the shapes of its tables (cosines and sines) are not known, or differ")
-    table, count = padded[0], (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
+    known = (sizes.known(table, "its tables (cosines and sines)") for table in (rotary.cosines, rotary.sines))
+    cosines, sines = (own[:-1] if rotary.thin else own for own in known)
+    table, other = ([axis.size for axis in _four(own)] for own in (cosines, sines))
+    if table != other:
+        raise NotFusedError("its tables (cosines and sines) differ in shape")
+    count = (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
     if table[-1] != (count, count) or any(
         size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
     ):
@@ -147,39 +147,11 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     if len(places) != 1:
         raise NotFusedError("its tables vary by position and by head, or by neither")
     # A dynamic first axis of a table may be the batch, even if it has one element where sizes are planned.
-    changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
-    frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))
+    changes = any(len(own) == 4 and own[0].fixed != 1 for own in (cosines, sines))
+    frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]), (cosines, sines))
     if frame.heads.fixed is None:
         raise NotFusedError("its number of heads is dynamic")
     return frame
-
-
-def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
-    traced = untransposed(rotary.data, 4)
-    by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
-    if not by_rows:
-        return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
-    order = SWAP_HEADS if frame.length == 2 else as_operand(rotary.data, 4).axes
-    data = traced.value if traced.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
-    axes = [frame.axes[place] for place in order]
-    first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
-    flat = (*first, joined(axes[2:]))
-    made = _rotated(work.reshape(data, flat, "rows"), flat, rotary, frame, work, tables)
-    return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
-
-
-def _rotated(
-    data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
-) -> ir.Value:
-    """Add the operator, for data in a layout that it takes. Returns its result."""
-    first = work.editor.numbers(0)
-    cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
-    sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
-    how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
-    if rotary.part is not None:
-        how["rotary_embedding_dim"] = rotary.part
-    return work.add("rotary", OPERATOR, [data, first, cosines, sines], data, axes, domain=DOMAIN, **how)
 
 
 def _inputs(work: Writer) -> tuple[ir.Value, ...]:
@@ -187,21 +159,65 @@ def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
-def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
-    """A table's axes, without the last one if the table is `thin`."""
-    axes = sizes.axes(table)
-    return axes[:-1] if axes is not None and rotary.thin else axes
-
-
 def _four(table: Axes) -> Axes:
     """A table's axes, broadcast to four."""
     return (*[fixed_axis(1)] * (4 - len(table)), *table)
 
 
-def _differ(table: Axes, frame: _Frame) -> bool:
-    """Whether a table's rows may not be those of the data: in some requests it may have one row for all positions."""
-    pairs = zip(_four(table)[:-1], frame.axes[:-1], strict=True)
-    return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
+@dataclass(frozen=True)
+class _Writing:
+    """Adds the operator for a rotary embedding, and what brings its data and tables into layouts that it takes."""
+
+    rotary: Rotary
+    frame: _Frame
+    work: Writer
+    tables: Tables
+
+    def written(self) -> ir.Value:
+        """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
+        data, frame, work = self.rotary.data, self.frame, self.work
+        traced = untransposed(data, 4)
+        by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
+        if not by_rows:
+            return self._rotated(data, frame.axes)
+        order = SWAP_HEADS if frame.length == 2 else as_operand(data, 4).axes
+        data = traced.value if traced.axes == order else work.transpose(Operand(data, order), "rows_first")
+        axes = [frame.axes[place] for place in order]
+        first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
+        flat = (*first, joined(axes[2:]))
+        made = self._rotated(work.reshape(data, flat, "rows"), flat)
+        return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
+
+    def _rotated(self, data: ir.Value, axes: Axes) -> ir.Value:
+        """Add the operator, for data in a layout that it takes. Returns its result."""
+        rotary, work, (cosines, sines) = self.rotary, self.work, self.frame.tables
+        first = work.editor.numbers(0)
+        tables = self._rows(rotary.cosines, cosines, "cosines"), self._rows(rotary.sines, sines, "sines")
+        how = {"interleaved": int(rotary.interleaved), "num_heads": self.frame.heads.fixed}
+        if rotary.part is not None:
+            how["rotary_embedding_dim"] = rotary.part
+        return work.add("rotary", OPERATOR, [data, first, *tables], data, axes, domain=DOMAIN, **how)
+
+    def _rows(self, table: ir.Value, own: Axes, role: str) -> ir.Value:
+        """A table with these axes as [rows, pairs], in the data's type. It is made once, for all layers."""
+        rotary, frame, rows = self.rotary, self.frame, self.tables.rows
+        if not frame.differs(own):
+            names = (axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
+            self.tables.uncompared.update(names)
+        key = (table, rotary.interleaved, rotary.data.dtype)
+        if key in rows:
+            return rows[key]
+        at, sources = self.tables.node_after(table), _inputs(self.work)
+        work = replace(self.work, at=at, name=table.name or role, sources=sources)
+        made = work.reshape(table, own, f"{role}_flat")
+        pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
+        if not rotary.by_pairs:
+            indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
+            chosen = work.editor.constant(indices)
+            made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
+        made = _by_rows(made, pairs, role, frame, work)
+        rows[key] = made if made.dtype == rotary.data.dtype else work.cast(made, rotary.data, f"{role}_cast")
+        return rows[key]
 
 
 def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
@@ -212,7 +228,7 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     `uncompared`.
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
-    if not _differ(own, frame):
+    if not frame.differs(own):
         return work.reshape(table, flat, role)
     four = _four(own)
     table = work.reshape(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
@@ -223,28 +239,6 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     count = sizes[0] if len(sizes) == 1 else work.integers(f"{role}_count", "Mul", sizes, 1)
     as_many = work.integers(f"{role}_rows", "Concat", [count, last], 2, axis=0)
     return work.add(role, "Reshape", [table, as_many], table, flat)
-
-
-def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """A table as [rows, pairs], in the data's type. It is made once, for all layers."""
-    own = _table_axes(table, rotary, work.sizes) or ()
-    if not _differ(own, frame):
-        tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
-    key = (table, rotary.interleaved, rotary.data.dtype)
-    if key in tables.rows:
-        return tables.rows[key]
-    work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    made = work.reshape(table, own, f"{role}_flat")
-    pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
-    if not rotary.by_pairs:
-        indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
-        chosen = work.editor.constant(indices)
-        made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
-    made = _by_rows(made, pairs, role, frame, work)
-    if made.dtype != rotary.data.dtype:
-        made = work.cast(made, rotary.data, f"{role}_cast")
-    tables.rows[key] = made
-    return made
 
 
 def move_rotary(node: ir.Node, context: Context) -> str | None:

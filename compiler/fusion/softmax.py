@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, list_of, readers_of, value_before
+from splitc.compiler.frontend.matching import is_onnx, list_of, made_by, readers_of, value_before
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.fusion.operand import PASSED, VIEWS, constant, factor_of
 from splitc.compiler.fusion.product import RankOf
 from splitc.compiler.nodes import name_of
 
+# Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
+HIDDEN = -1e4
 # Operators between a reduction to one number for each row, and the use of that number.
 _SPREADS = VIEWS | PASSED | {"Expand"}
 
@@ -126,3 +128,23 @@ def computed_beside(passed: Sequence[ir.Value], ends: Sequence[ir.Value]) -> Ite
 
     others = [made for value in passed for made in below(value) if not is_onnx(made.producer(), "Shape")]
     return reached(others, below)
+
+
+def kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
+    """The scores in mask x scores + low x (not mask), which computes the same as a Where; None for any other sum."""
+    kept, hidden = made_by(path, "Mul"), factor_of(made_by(bias, "Mul"))
+    if kept is None or hidden is None or hidden[1] > HIDDEN:
+        return None
+    negation = made_by(_cast_of(hidden[0]), "Not")
+    if negation is None:
+        return None
+    for one, other in (kept.inputs, kept.inputs[::-1]):
+        if one is not None and _cast_of(one) is negation.inputs[0]:
+            return other
+    return None
+
+
+def _cast_of(value: ir.Value) -> ir.Value | None:
+    """The boolean value that a value is cast from; None if there is none."""
+    source = value_before(value, "Cast")
+    return source if source is not None and source.dtype == ir.DataType.BOOL else None
