@@ -19,6 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
@@ -28,7 +29,7 @@ from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
 from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
-from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
+from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, product_of, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
 
@@ -94,23 +95,20 @@ def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAtt
     values = _projected(traced_back_merged(attention.values, sizes), sizes)
     if values is None or values.latent not in caches or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
-    node = made_by(keys.value, "Concat")
-    joined_parts = [keys.value] if node is None else node.inputs
-    if node is not None and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
+    node, last = made_by(keys.value, "Concat"), keys.axes[-1]
+    if node is not None and node.attributes.get_int("axis", 0) not in (last, last - 4):
         return None
-    parts = [_part(Operand(value, keys.axes), sizes) for value in joined_parts if value is not None]
-    counts = [axes[keys.axes[-1]].fixed for value in joined_parts if value is not None and (axes := sizes.axes(value))]
-    if len(parts) != len(counts) or not any(isinstance(part, Projected) for part in parts):
-        return None
-    known = tuple(part for part in parts if part is not None)
-    if len(known) < len(parts) or any(
-        isinstance(part, Projected) and part.latent is not values.latent for part in known
-    ):
+    joined_parts = [keys.value] if node is None else [value for value in node.inputs if value is not None]
+    found = (_part(Operand(value, keys.axes), sizes) for value in joined_parts)
+    parts = tuple(part for part in found if part is not None)
+    sizes_of_parts = [axes[last].fixed for value in joined_parts if (axes := sizes.axes(value))]
+    fixed = tuple(size for size in sizes_of_parts if size is not None)
+    latents = {part.latent for part in parts if isinstance(part, Projected)}
+    if not len(parts) == len(fixed) == len(joined_parts) or latents != {values.latent}:
         return None
     rank = int(tensor_of(values.weight).shape.numpy()[1 - values.axis])
     factor = query.factor * keys.factor * attention.scale
-    fixed = tuple(count for count in counts if count is not None)
-    return LatentAttention(attention, query, known, fixed, values, rank, factor) if len(fixed) == len(counts) else None
+    return LatentAttention(attention, query, parts, fixed, values, rank, factor)
 
 
 def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
@@ -133,12 +131,13 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     size = own[traced.axes[-1]].fixed
     node = made_by(traced.value, "Split")
     if node is not None and node.inputs[0] is not None:
-        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(traced.value)]]
-        counts = [axes[traced.axes[-1]].fixed for axes in before if axes is not None]
+        before = node.outputs[: node.outputs.index(traced.value)]
+        fixed = [axes[traced.axes[-1]].fixed for part in before if (axes := sizes.axes(part))]
+        counts = [count for count in fixed if count is not None]
         is_last = node.attributes.get_int("axis", 0) in (traced.axes[-1], traced.axes[-1] - 4)
         if not is_last or len(counts) != len(before):
             return None
-        start = sum(count or 0 for count in counts)
+        start = sum(counts)
         traced = traced_back(Operand(node.inputs[0], traced.axes))
     divided, product = sizes.of(traced.value), made_by(value_before(traced.value, *VIEWS), "MatMul")
     if traced.axes != SWAP_HEADS or divided is None or product is None or size is None:
@@ -148,7 +147,7 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     stored = None if weight is None else own_matrix(weight)
     if latent is None or stored is None or made is None or rows is None:
         return None
-    width = (divided[2][0] * divided[3][0], divided[2][1] * divided[3][1])
+    width = product_of(divided[2:])
     wanted = [size for size in (*divided[:2], width) if size != ONE]
     if [size for size in made if size != ONE] != wanted or made[-1] != width or len(rows) not in (3, 4):
         return None
@@ -204,20 +203,17 @@ def _between(
 
     Raises NotFusedError if anything else reads them.
     """
-    products = {part.product for part in (*latent.parts, latent.values) if isinstance(part, Projected)}
-    pending = [*caches] or [value for product in products for value in product.outputs]
-    seen = set[ir.Value]()
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        yield value
-        users = {node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")}
+    parts = [part for part in (*latent.parts, latent.values) if isinstance(part, Projected)]
+    products = dict.fromkeys(part.product for part in parts)
+
+    def below(value: ir.Value) -> list[ir.Value]:
+        users = [node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")]
         known = all(is_onnx(node, *PASSED) or node in products for node in users)
         if not known or (value.is_graph_output() and value not in caches):
             raise NotFusedError("keys or values projected from its latent have other readers")
-        pending += [made for node in users for made in node.outputs]
+        return [made for node in users for made in node.outputs]
+
+    return reached([*caches] or [value for product in products for value in product.outputs], below)
 
 
 def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
