@@ -51,10 +51,10 @@ class Context:
         other = self.other_sizes
         return Tables(self.graph, known_shapes(other), {} if other is self.bound else other.constants)
 
-    @property
-    def pasts(self) -> list[str]:
+    @cached_property
+    def pasts(self) -> frozenset[str]:
         """The names of the states' inputs."""
-        return [state.input for state in self.states]
+        return frozenset(state.input for state in self.states)
 
     def shape_of(self, value: ir.Value) -> Shape | None:
         """The planned shape of a value; None if it is not known."""

@@ -105,19 +105,8 @@ def fuse(
     """
     context = Context(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room and states else {}
-    work = _Work(context)
-    nodes = [node for node in graph.nodes if node.graph is not None]
-    # Attention comes last: norms and rotary embeddings of its queries and keys are single operators by then.
-    parts = {node: outcome for node in nodes if gains.parts and (outcome := _part(node, context)) is not None}
-    if any(outcome.operator in (ASSEMBLED, ROTARY) for outcome in parts.values()):
-        remove_unused(graph.graph)  # so that replaced ScatterND nodes no longer count as readers
-    nodes = [node for node in nodes if node in parts or node.graph is not None]
-    outcomes = [outcome for node in nodes for outcome in ([parts[node]] if node in parts else work.attention(node))]
-    outcomes += [
-        *work.adopt(),
-        *work.unfused_caches(any(outcome.kind == "cache" for outcome in outcomes)),
-        *_looks_inside(context),
-    ]
+    work = _Attentions(context)
+    outcomes = _fuse_nodes(work)
     lengths = work.lengths.entries() if work.caches or work.adopted else ()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
@@ -130,8 +119,9 @@ def fuse(
             outcomes.append(outcome)
     chosen, places = keep_rows(context)
     outcomes += [Outcome(place, "Gather" if why is None else None, why, "rows") for place, why in places]
-    mixtures = mark_experts(graph.graph, gains.experts, lambda: context.other_sizes.shapes) if gains.experts else ()
-    outcomes += [Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mixtures]
+    outcomes += [
+        Outcome(place, EXPERTS if why is None else None, why, "experts") for place, why in mark_experts(context)
+    ]
     if not any(outcome.operator for outcome in outcomes):
         return Fused(graph, bound, tuple(outcomes))
     bound = replace(bound, shapes={**bound.shapes, **context.planned})
@@ -139,6 +129,20 @@ def fuse(
     uncompared = frozenset(context.tables.uncompared if is_rotary else ())
     graph = replace(graph, reads=complete(graph.model))
     return Fused(graph, bound, tuple(outcomes), lengths, preamble, uncompared, chosen)
+
+
+def _fuse_nodes(work: _Attentions) -> list[Outcome]:
+    """Fuse the patterns that lie around single nodes."""
+    context = work.context
+    nodes = [node for node in context.graph.nodes if node.graph is not None]
+    # Attention comes last: norms and rotary embeddings of its queries and keys are single operators by then.
+    parts = {node: outcome for node in nodes if work.gains.parts and (outcome := _part(node, context)) is not None}
+    if any(outcome.operator in (ASSEMBLED, ROTARY) for outcome in parts.values()):
+        remove_unused(context.graph.graph)  # so that replaced ScatterND nodes no longer count as readers
+    nodes = [node for node in nodes if node in parts or node.graph is not None]
+    outcomes = [outcome for node in nodes for outcome in ([parts[node]] if node in parts else work.attention(node))]
+    adopted, has_caches = list(work.adopt()), any(outcome.kind == "cache" for outcome in outcomes)
+    return [*outcomes, *adopted, *work.unfused_caches(has_caches), *_looks_inside(context)]
 
 
 # What fuses a pattern other than attention at a node: its kind, and a function that returns the operator that replaces
@@ -170,8 +174,8 @@ def _part(node: ir.Node, context: Context) -> Outcome | None:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """Fuses attention and caches where that is faster.
+class _Attentions:
+    """Fuses attentions and their caches where that is faster.
 
     `latents` are the caches of multi-head latent attention that are not in place, each with the reason.
     """

@@ -26,7 +26,7 @@ from splitc.compiler.nodes import name_of, unused_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of, relate_axes
-from splitc.runtime.package.states import KeptRows, State
+from splitc.runtime.package.states import KeptRows
 
 # The name of the input; with primes behind it if the model has that name.
 NAME = "logits_to_keep"
@@ -67,16 +67,16 @@ class Tokens:
         return self.columns is None or size in self.columns or "logits" in (output.name or "").lower()
 
 
-def find_tokens(graph: Graph, states: Sequence[State]) -> Tokens:
+def find_tokens(context: Context) -> Tokens:
     """The tokens of a language model.
 
     With states, all other inputs may have them. Without, the model takes ids, and its logits have a column for each row
     of the table of ids, or are named so: other wide outputs may be the caches of a model that reads a prompt.
     """
-    own = {state.input for state in states}
-    if states:
-        return Tokens([v for v in graph.graph.inputs if v.name not in own and not exists_for_its_size(v)])
-    ids = {value: role.rows for value, role in find_roles(graph).items() if role.kind == "indices"}
+    if context.states:
+        inputs = context.graph.graph.inputs
+        return Tokens([v for v in inputs if v.name not in context.pasts and not exists_for_its_size(v)])
+    ids = {value: role.rows for value, role in find_roles(context.graph).items() if role.kind == "indices"}
     return Tokens(list(ids), frozenset(ids.values()))
 
 
@@ -87,7 +87,7 @@ def keep_rows(context: Context) -> tuple[Chosen | None, list[tuple[str, str | No
     input: a vocabulary is larger than a hidden state. Also returns the place of each output that has such rows, and why
     they can't be chosen (None if they can).
     """
-    tokens = find_tokens(context.graph, context.states)
+    tokens = find_tokens(context)
     if not tokens.inputs:
         return None, []
     graph, sizes = replace(context.graph, reads=complete(context.graph.model)), context.sizes
@@ -111,9 +111,7 @@ def keep_rows(context: Context) -> tuple[Chosen | None, list[tuple[str, str | No
     if read is None:
         return None, places
     declared = {output.name or "": output.shape for output in cuts}
-    axes = sizes.axes(read[0])
-    assert axes is not None, "the size of its axis was read"
-    rows, kept = _add_input(graph.graph, axes[read[1]], sizes)
+    rows, kept = _add_input(graph.graph, sizes.known(read[0], "its tokens")[read[1]], sizes)
     for cut in chain.from_iterable(cuts.values()):
         _select(cut, rows, kept, context.editor, sizes)
     outputs = {output.name or "": cut.after[0][1] for output, (cut, *_) in cuts.items()}
