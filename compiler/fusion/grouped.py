@@ -25,7 +25,7 @@ from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention, has_attribute
 from splitc.compiler.fusion.operand import PASSED, traced_back_merged, unmerged, untransposed
-from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.sizes import ONE, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
@@ -89,14 +89,13 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
         raise NotFusedError("its queries and its cache differ in type")
     if cached.attention.sinks is not None:
         _check_sinks(cached.attention.sinks, frame, work)
-    _check_rows(keys, work.sizes)
+    _check_rows(keys, work)
     return frame
 
 
-def _check_rows(cache: Cache, sizes: Sizes) -> None:
+def _check_rows(cache: Cache, work: Writer) -> None:
     """Raise NotFusedError if the operator can't run the planned request: a batch of chunks after cached tokens."""
-    past, new = sizes.axes(cache.past), sizes.axes(cache.new)
-    assert past is not None and new is not None
+    past, new = work.axes(cache.past), work.axes(cache.new)
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
             f"the operator takes either one row or one token a row after cached tokens: {new[0].size[0]} rows of "

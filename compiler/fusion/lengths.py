@@ -134,20 +134,18 @@ class Lengths:
 
         Raises NotFusedError if its length equals another size, or no input has as many elements as a request adds.
         """
-        before, added, after = (self._sizes.axes(value) for value in (past, new, present))
-        if before is None or added is None or after is None or not self._sizes.differ:
+        before, added, after = (self._sizes.known(value, "its cache") for value in (past, new, present))
+        length, total = before[ROWS], after[ROWS]
+        is_fixed = length.fixed is not None or total.fixed is not None
+        if is_fixed or length.size == added[-2].size or not self._sizes.differ:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if before[ROWS].fixed is not None or after[ROWS].fixed is not None or before[ROWS].size == added[-2].size:
-            raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if before[ROWS].size not in self._filled:
-            self._filled[before[ROWS].size] = self._add(before[ROWS], added, after[ROWS])
-        return self._filled[before[ROWS].size]
+        if length.size not in self._filled:
+            self._filled[length.size] = self._add(length, added, total)
+        return self._filled[length.size]
 
     def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
         graph, tokens = self._editor.graph, new[-2]
-        step: int | tuple[str, int] | None = tokens.fixed
-        if step is None:
-            step = self._place_of(tokens)
+        step = self._place_of(tokens) if tokens.fixed is None else tokens.fixed
         several = tokens.fixed != 1 and new[0].fixed != 1
         if several and graph.opset_imports.get("", 1) < OPSET:
             raise NotFusedError(

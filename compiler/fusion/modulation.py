@@ -125,9 +125,7 @@ def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[
     """The axes [batch or 1, 1, size] of scale and shift. Raises NotFusedError if they have others."""
     made, first = [], fixed_axis(1)
     for value in (modulation.scale, modulation.shift):
-        own = sizes.axes(value)
-        if own is None or not own or len(own) > 3:
-            raise NotFusedError("the shapes of its scale and shift are not known")
+        own = sizes.known(value, "its scale and shift")
         row = [ONE] * (3 - len(own)) + [axis.size for axis in own]
         if row[0] not in (ONE, axes[0].size) or row[1:] != [ONE, axes[2].size]:
             raise NotFusedError("its scale and shift are not one row for each batch entry")

@@ -29,17 +29,11 @@ APPLIED = ("Mul", "Add")
 
 @dataclass(frozen=True)
 class SplitNorms:
-    """A Split, and the `norms` of its parts in order."""
+    """A Split of `data`, and the `norms` of its parts in order."""
 
     split: ir.Node
+    data: ir.Value
     norms: tuple[ir.Node, ...]
-
-    @property
-    def data(self) -> ir.Value:
-        """The input of the Split."""
-        data = self.split.inputs[0]
-        assert data is not None, "a Split has data"
-        return data
 
 
 def find_split_norms(concat: ir.Node) -> SplitNorms | None:
@@ -52,11 +46,11 @@ def find_split_norms(concat: ir.Node) -> SplitNorms | None:
         return None
     split = made_by(first.inputs[0], "Split")
     alike = [norm for norm in norms if norm is not None and _is_alike(norm, first)]
-    if split is None or len(alike) != len(norms):
+    data = None if split is None else split.inputs[0]
+    if split is None or data is None or len(alike) != len(norms):
         return None
-    if [norm.inputs[0] for norm in alike] != list(split.outputs):
-        return None
-    return SplitNorms(split, tuple(alike))
+    in_order = [norm.inputs[0] for norm in alike] == list(split.outputs)
+    return SplitNorms(split, data, tuple(alike)) if in_order else None
 
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
