@@ -159,7 +159,7 @@ def _first_product(node: ir.Node) -> _First | None:
         table, numbers = lookup.inputs
         if any(lookup.attributes.get_int(name, 0) for name in ("axis", "batch_dims")) or numbers is None:
             return None
-        if table is not None and numbers is not None and shape_of(table) == _biases_shape(groups):
+        if table is not None and shape_of(table) == _biases_shape(groups):
             return _First(replace(groups, biases=table), joins, (node, lookup), numbers)
     return None
 
