@@ -16,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import source_through
 from splitc.compiler.fusion.attention import Attention, Bias
 from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, operator_name
@@ -127,7 +127,7 @@ def _by_heads(node: ir.Node, place: int, form: _Form, work: Writer) -> Operand:
     if not heads or width is None:
         raise NotFusedError(NO_HEADS)
     by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]
-    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
+    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), SWAP_HEADS)
 
 
 def _hides_nothing(mask: ir.Value) -> bool:

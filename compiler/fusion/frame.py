@@ -32,6 +32,12 @@ class Frame:
     leading: Axes
     weighed: Axes
 
+    @property
+    def head_count(self) -> int:
+        """The number of heads."""
+        assert self.heads.fixed is not None
+        return self.heads.fixed
+
     def divided(self, leading: Sequence[Axis]) -> int | None:
         """How many of the leading axes are the batch; the rest are heads. None if batch and heads share an axis."""
         count = len(leading)

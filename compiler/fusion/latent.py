@@ -27,8 +27,8 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
-from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
-from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
+from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, product_of, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
@@ -172,10 +172,9 @@ def write_latent(latent: LatentAttention, context: Context, kept: LatentCaches |
     work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     work = work if kept is None else replace(work, known=kept.filled.known)
     frame = check_attention(attention, work)
-    heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
         raise NotFusedError("its batch and its heads are not one axis each")
-    if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
+    if sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
         raise NotFusedError("the heads projected from its latent differ from those of its queries")
     ends = {attention.output.producer(), *(value.producer() for value in attention.passed)}
     stale = list(_between(latent, ends, () if kept is None else kept.presents))
@@ -183,14 +182,14 @@ def write_latent(latent: LatentAttention, context: Context, kept: LatentCaches |
     if kept is not None:
         kept.check([*stale, *attention.passed])
         with work.undone_if_refused():
-            made, *presents = _attended(latent, heads, writing, kept)
+            made, *presents = _attended(latent, writing, kept)
         kept.replace(presents, [*stale, *attention.passed], work)
     else:
         readers = size_readers(*stale)
         if not all(map(work.can_read_elsewhere, readers)):
             raise NotFusedError("a node reads sizes of its keys or values that no other value has")
         with work.undone_if_refused():
-            (made,) = _attended(latent, heads, writing, None)
+            (made,) = _attended(latent, writing, None)
         for node in readers:
             replace(work, name=node.outputs[0].name or "").read_elsewhere(node, "sizes")
     writing.replace(attention.result, made, attention.order)
@@ -216,13 +215,13 @@ def _between(
     return reached([*caches] or [value for product in products for value in product.outputs], below)
 
 
-def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
+def _attended(latent: LatentAttention, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
     """The attention's result, [batch, heads, length, value size]. If the caches are kept, also their presents."""
     frame, work, like = writing.frame, writing.work, latent.query.value
     query, rank, asked = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank), list[ir.Value]()
     for number, (part, own) in enumerate(zip(latent.parts, _queries(latent, frame, work), strict=True)):
         if isinstance(part, Projected):
-            weight = _by_heads(part, heads, True, work.editor)
+            weight = _by_heads(part, frame.head_count, True, work.editor)
             own = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
         asked.append(own)
     if kept is None:
@@ -230,11 +229,10 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: Laten
     else:
         by_kind = sorted(zip(latent.parts, asked, strict=True), key=lambda pair: isinstance(pair[0], Projected))
         weighed, *presents = kept.attend([own for _, own in by_kind], latent.rank, latent.factor, writing)
-    weight = _by_heads(latent.values, heads, False, work.editor)
+    weight = _by_heads(latent.values, frame.head_count, False, work.editor)
     made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
     made = writing.blanked(made) if kept is None else made
-    output = writing.attention.output
-    return made if made.dtype == output.dtype else work.cast(made, output, "as_written"), *presents
+    return work.cast(made, writing.attention.output, "as_written"), *presents
 
 
 def _weighed(latent: LatentAttention, asked: Sequence[ir.Value], writing: Writing) -> ir.Value:

@@ -97,7 +97,7 @@ def write_modulation(modulation: Modulation, context: Context) -> None:
     row = _row(modulation, axes, context.sizes)
     work = Writer.of(output, context, data)
     scale, shift = (
-        work.reshape(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
+        work.reshape(work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
     scale, shift = _with_own(modulation, scale, shift, work)
@@ -109,7 +109,7 @@ def write_modulation(modulation: Modulation, context: Context) -> None:
 def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Writer) -> tuple[ir.Value, ir.Value]:
     """Scale and shift, merged with the norm's weights and bias: (x w + b) s + t is x (w s) + (b s + t)."""
     weights, bias = (
-        value if value is None or value.dtype == scale.dtype else work.cast(value, scale, f"{role}_cast")
+        None if value is None else work.cast(value, scale, f"{role}_cast")
         for role, value in (("weights", modulation.own[0]), ("bias", modulation.own[1]))
     )
     axes, given = work.axes(scale), scale

@@ -19,13 +19,11 @@ from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
-# Transposes [batch, heads, length, size] to [batch, length, heads, size], and back.
-SWAP_HEADS = (0, 2, 1, 3)
 
 
 @cache
@@ -109,7 +107,6 @@ class Writing:
         query = self._query()
         keys = self._fitted(self._traced(attention.keys.swapped()), frame.leading, "keys")
         values = self._fitted(traced_back_merged(attention.values, work.sizes), frame.weighed, "values")
-        heads = frame.heads.fixed or 1
         inputs: list[ir.Value | None] = [
             self.merged(query, frame.size, "query"),
             self.merged(keys, frame.size, "keys"),
@@ -118,9 +115,9 @@ class Writing:
         if attention.biases:
             inputs += [None, None, write_bias(attention, frame, work)]
         scale = attention.scale * query.factor * keys.factor
-        axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
+        axes = (frame.batch, frame.length, fixed_axis(frame.head_count * frame.value_size))
         like = attention.query.value
-        how = {"num_heads": heads, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
+        how = {"num_heads": frame.head_count, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
         return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
@@ -137,9 +134,7 @@ class Writing:
 
     def finished(self, made: ir.Value) -> ir.Value:
         """The operator's result, with zeros for NaN and for entirely masked rows if the model has them, in its type."""
-        made = self.blanked(self.guarded(made))
-        output = self.attention.output
-        return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
+        return self.work.cast(self.blanked(self.guarded(made)), self.attention.output, "as_written")
 
     def guarded(self, made: ir.Value) -> ir.Value:
         """A value with zeros for NaN, if the model replaces NaN of this attention."""
@@ -184,7 +179,7 @@ class Writing:
         axes = axes_of(operand, self.work.sizes)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
             value = work.expand(work.transpose(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
-            operand = replace(as_operand(value, len(axes)), factor=operand.factor)
+            operand = as_operand(value, len(axes), operand.factor)
         if frame.divided(leading) is not None:
             return operand
         before = unmerged(operand, work.sizes, scaled=role != "values")
@@ -192,7 +187,7 @@ class Writing:
             return before
         value = work.transpose(operand, f"{role}_ordered")
         value = work.reshape(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
-        return replace(as_operand(value, 4), factor=operand.factor)
+        return as_operand(value, 4, operand.factor)
 
     def _natural(self, operand: Operand) -> Operand:
         """An operand as [batch..., rows, heads..., size]."""
@@ -205,7 +200,7 @@ class Writing:
         """An operand as [batch, rows, heads x size]."""
         rows = axes_of(operand, self.work.sizes)[-2]
         value = self.work.transpose(self._natural(operand), f"{role}_by_rows")
-        width = fixed_axis((self.frame.heads.fixed or 1) * size)
+        width = fixed_axis(self.frame.head_count * size)
         return self.work.reshape(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:

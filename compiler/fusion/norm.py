@@ -197,15 +197,12 @@ def write_norm(norms: Sequence[Norm], context: Context) -> ir.Node:
     data, work = norm.source, Writer.of(norm.output, context)
     rows = [] if norm.weights else [context.editor.constant(np.ones(size, dtype.numpy()))]
     for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
-        row = work.reshape(weights, axes[-1:], f"norm_{name}_row")
-        rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
+        rows.append(work.cast(work.reshape(weights, axes[-1:], f"norm_{name}_row"), data, f"norm_{name}"))
     before = before_transpose(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
     normal = work.add("norm", norm.operator, [before.value, *rows], data, own, axis=-1, epsilon=small, stash_type=1)
     made = work.transpose(Operand(normal, before.axes), "norm_turned")
-    if made.dtype != norm.output.dtype:
-        made = work.cast(made, norm.output, "norm_cast")
-    work.take_place(made, norm.output)
+    work.take_place(work.cast(made, norm.output, "norm_cast"), norm.output)
     return producer_of(normal)
 
 

@@ -18,6 +18,8 @@ from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
+# Transposes [batch, heads, rows, size] to [batch, rows, heads, size], and back.
+SWAP_HEADS = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Operand:
         return self.axes == tuple(range(len(self.axes)))
 
 
-def as_operand(value: ir.Value, rank: int) -> Operand:
-    """The operand that is a value of this rank, not transposed."""
-    return Operand(value, tuple(range(rank)))
+def as_operand(value: ir.Value, rank: int, factor: float = 1.0) -> Operand:
+    """The operand that is a value of this rank, not transposed, times a factor."""
+    return Operand(value, tuple(range(rank)), factor)
 
 
 def untransposed(value: ir.Value, rank: int) -> Operand:

@@ -19,8 +19,7 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.kernels import check_type
-from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, as_operand, untransposed
+from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, untransposed
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -216,7 +215,7 @@ class _Writing:
             chosen = work.editor.constant(indices)
             made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
         made = _by_rows(made, pairs, role, frame, work)
-        rows[key] = made if made.dtype == rotary.data.dtype else work.cast(made, rotary.data, f"{role}_cast")
+        rows[key] = work.cast(made, rotary.data, f"{role}_cast")
         return rows[key]
 
 

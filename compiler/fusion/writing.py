@@ -105,7 +105,9 @@ class Writer:
         return axes
 
     def cast(self, value: ir.Value, like: ir.Value, role: str) -> ir.Value:
-        """A value cast to the type of another one."""
+        """A value cast to the type of another one; the value itself if it has that type already."""
+        if value.dtype == like.dtype:
+            return value
         assert like.dtype is not None
         made = self.add(role, "Cast", [value], value, self.axes(value), to=like.dtype)
         made.type = ir.TensorType(like.dtype)
