@@ -224,9 +224,9 @@ class _Attentions:
         if is_operator(node):
             yield from self._operator(node)
             return
-        if (found := _decomposed_attention(node, self.context)) is None:
+        if (ended := _decomposed_attention(node, self.context)) is None:
             return
-        name, attention = found
+        name, attention = ended
         if isinstance(attention, NotFusedError):
             yield Outcome(name, None, str(attention), "attention" if self.gains.attention else "cache")
         else:

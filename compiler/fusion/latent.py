@@ -99,8 +99,8 @@ def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAtt
     if node is not None and node.attributes.get_int("axis", 0) not in (last, last - 4):
         return None
     joined_parts = [keys.value] if node is None else [value for value in node.inputs if value is not None]
-    found = (_part(Operand(value, keys.axes), sizes) for value in joined_parts)
-    parts = tuple(part for part in found if part is not None)
+    maybe = (_part(Operand(value, keys.axes), sizes) for value in joined_parts)
+    parts = tuple(part for part in maybe if part is not None)
     sizes_of_parts = [axes[last].fixed for value in joined_parts if (axes := sizes.axes(value))]
     fixed = tuple(size for size in sizes_of_parts if size is not None)
     latents = {part.latent for part in parts if isinstance(part, Projected)}

@@ -92,7 +92,8 @@ def _part(node: ir.Node, source: ir.Value, axis: int, rank: int, sizes: Sizes) -
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
     bounds = [_computed(value, sizes) for value in (starts, ends, along)]
-    if any(entries is None or len(entries) != 1 for entries in bounds) or _computed(steps, sizes) not in (None, [1]):
+    is_by_one = steps is None or _computed(steps, sizes) == [1]
+    if not is_by_one or any(entries is None or len(entries) != 1 for entries in bounds):
         return None
     (start,), (end,), (place,) = (entries or [] for entries in bounds)
     return (start, end) if isinstance(place, int) and place % rank == axis else None
