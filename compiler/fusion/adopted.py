@@ -6,18 +6,17 @@ capacity that length would be the capacity. So the lengths come from inputs of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.grouped import BIAS, LASTS, PASTS, QUERY, TOTAL
 from splitc.compiler.fusion.lengths import Lengths
-from splitc.compiler.fusion.sizes import Sizes, size_readers
+from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED
 from splitc.runtime.arrays.array import Array
@@ -27,26 +26,22 @@ from splitc.runtime.package.states import State
 PRESENTS = (1, 2)
 
 
-@dataclass(frozen=True)
-class Adopted:
-    """Attentions whose caches' lengths are read off the shapes of pasts. `pasts` are all their pasts."""
-
-    nodes: tuple[ir.Node, ...]
-    pasts: tuple[ir.Value, ...]
-
-
-def find_adopted(graph: ir.Graph, states: Sequence[State]) -> Adopted:
-    """Such attentions, all of a graph or none."""
+def find_adopted(graph: ir.Graph, states: Sequence[State]) -> Sequence[ir.Node]:
+    """The attentions with caches of a graph, if the lengths of all of them are read off the shapes of pasts."""
     inputs = {value.name: value for value in graph.inputs}
     growing = {inputs.get(state.input) for state in states if state.grows == ROWS}
-    nodes = tuple(
+    nodes = [
         node
         for node in graph
         if operator_name(node) == GROUPED and all(node.inputs[place] in growing for place in PASTS)
-    )
-    pasts = tuple(value for node in nodes for place in PASTS if (value := node.inputs[place]) is not None)
-    are_all = all(_reads_length(node, set(pasts)) for node in nodes)
-    return Adopted(nodes, pasts) if are_all else Adopted((), ())
+    ]
+    pasts = set(pasts_of(nodes))
+    return nodes if all(_reads_length(node, pasts) for node in nodes) else []
+
+
+def pasts_of(nodes: Iterable[ir.Node]) -> list[ir.Value]:
+    """The inputs of attentions that are their pasts."""
+    return [value for node in nodes for place in PASTS if (value := node.inputs[place]) is not None]
 
 
 def _reads_length(node: ir.Node, pasts: Collection[ir.Value]) -> bool:
@@ -68,10 +63,9 @@ def adopt(node: ir.Node, lengths: Lengths, sizes: Sizes, constants: Sequence[Map
     lengths are others, or if a size of its caches can't be read elsewhere; then nothing is changed.
     """
     query = node.inputs[QUERY]
-    caches = [(node.inputs[past], node.outputs[present]) for past, present in zip(PASTS, PRESENTS, strict=True)]
-    known = [(past, present) for past, present in caches if past is not None]
+    pasts, presents = pasts_of([node]), [node.outputs[place] for place in PRESENTS]
     bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
-    axes = sizes.axes(known[0][1])
+    axes = sizes.axes(presents[0])
     if query is None or axes is None or (bias is not None and sizes.axes(bias) is None):
         raise NotFusedError("the sizes of its queries, caches or bias are not known")
     for made, after in zip(constants, axes[ROWS].size, strict=True):
@@ -80,12 +74,12 @@ def adopt(node: ir.Node, lengths: Lengths, sizes: Sizes, constants: Sequence[Map
             number = None if value is None else made.get(value.name or "")
             if number is None or (number != wanted).any():
                 raise NotFusedError("its caches are not filled by all tokens of the past and of the request")
-    filled = lengths.of(known[0][0], query, known[0][1])
-    stale = [value for pair in known for value in pair if size_readers(value)]
+    filled = lengths.of(pasts[0], query, presents[0])
+    stale = [value for pair in zip(pasts, presents, strict=True) for value in pair]
     lengths.check_sizes(stale, filled)
     lengths.rewrite_sizes(stale, filled)
     node.replace_input_with(LASTS, filled.lasts)
     node.replace_input_with(TOTAL, filled.total)
     if bias is not None:
         node.replace_input_with(BIAS, filled.with_room(bias, lengths.writer(node, filled)))
-    lengths.are_in_place([past for past, _ in known], filled, one_row=True)
+    lengths.are_in_place(pasts, filled, one_row=True)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, source_through, value_before
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.operand import VIEWS, Operand, untransposed
+from splitc.compiler.fusion.rotary_embedding import fuse_rotary
+from splitc.compiler.fusion.scattered import is_assignment
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
-from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "Concat"
@@ -69,22 +70,37 @@ class Assembled:
 
     def base(self) -> Operand:
         """What the first assignment writes to, traced back through transposes."""
-        return traced_back(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
+        return untransposed(self.slices[0].data, len(self.axes))
 
 
-def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
+def fuse_assembled(node: ir.Node, context: Context) -> str | None:
+    """Replace assignments to slices, of which the node is the last, by a Concat. Returns the operator, or None.
+
+    If the slices are the rotated elements of pairs, they become a rotary embedding.
+    """
+    assembled = find_assembled(node, context) if node.op_type == "ScatterND" else None
+    if assembled is None:
+        return None
+    concat = write_assembled(assembled, context)
+    try:
+        return fuse_rotary(concat, context) or OPERATOR
+    except NotFusedError:  # the Concat is better than the assignments
+        return OPERATOR
+
+
+def find_assembled(node: ir.Node, context: Context) -> Assembled | None:
     """The assignments of which a node is the last; None if it is no assignment, or not the last one."""
-    last = _find_slice(node, sizes, tables)
-    if last is None or _is_written_to(node, last.axis, sizes, tables):
+    last = _find_slice(node, context)
+    if last is None or _is_written_to(node, last.axis, context):
         return None
     slices = [last]
-    while (before := _before(slices[0], sizes, tables)) is not None:
+    while (before := _before(slices[0], context)) is not None:
         slices.insert(0, before)
-    axes = sizes.axes(last.node.outputs[0])
+    axes = context.sizes.axes(last.node.outputs[0])
     return None if axes is None else Assembled(tuple(slices), axes)
 
 
-def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.Node:
+def write_assembled(assembled: Assembled, context: Context) -> ir.Node:
     """Replace the assignments by a Concat, in place, without their transposes. Returns the Concat.
 
     Indices that no slice writes are filled from the tensor that the first assignment changes. Raises NotFusedError if
@@ -93,15 +109,15 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
     turns, base = assembled.alternating(), assembled.base()
     has_steps = any(one.step > 1 for one in assembled.slices)
-    is_state = base.is_value or base.value.is_graph_input() or sizes.axes(base.value) is None
+    is_state = base.is_value or base.value.is_graph_input() or context.sizes.axes(base.value) is None
     if -1 in owners and (is_state or has_steps):
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not interleave")
-    sources = [traced_back(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    sources = [untransposed(one.rows, len(assembled.axes)) for one in assembled.slices]
     order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
-    work = Writer.of(output, (), editor, sizes)
+    work = Writer.of(output, context)
     natural, place = [assembled.axes[number] for number in back], order[axis]
     parts_of = dict(enumerate(sources)) | {-1: base}
     rows = {n: work.transpose(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
@@ -126,17 +142,17 @@ def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value
     return work.add("turns", OPERATOR, parts, parts[0], full, axis=axis + 1)
 
 
-def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
+def _find_slice(node: ir.Node, context: Context) -> Slice | None:
     """The assignment that a ScatterND makes; None for other operators, and for indices that are no slice."""
-    if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
+    if not is_assignment(node):
         return None
-    data, indices, rows = node.inputs
+    (data, indices, rows), sizes = node.inputs, context.sizes
     if data is None or indices is None or rows is None or not sizes.differ:
         return None
     own, written, listed = sizes.of(data), sizes.axes(rows), sizes.of(indices)
     if own is None or written is None or listed is None or not listed[-1][0] == listed[-1][1] == len(listed) - 1:
         return None
-    places = [_places(indices, number, sizes, tables) for number in range(len(listed) - 1)]
+    places = [_places(indices, number, context) for number in range(len(listed) - 1)]
     cut = (
         [number for number, size in enumerate(own) if size != written[number].size] if len(own) == len(written) else []
     )
@@ -161,12 +177,13 @@ def _range(places: Sequence[int], count: int) -> range | None:
     return listed if list(places) == list(listed) else None
 
 
-def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:
+def _places(indices: ir.Value, number: int, context: Context) -> list[int] | None:
     """The indices along axis `number` in the `indices` [..., axes] of a ScatterND; None if they vary along other axes.
 
     Exporters make indices of single elements by a Concat of the indices along each axis, expanded along the others.
     """
-    listed, value = sizes.of(indices), indices
+    sizes, value = context.sizes, indices
+    listed = sizes.of(indices)
     assert listed is not None
     if len(listed) > 2:
         node = made_by(indices, "Concat")
@@ -182,7 +199,7 @@ def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> lis
         padded = [*[ONE] * (len(listed) - 1 - len(own)), *own]
         if any(size != (listed[place] if place == number else ONE) for place, size in enumerate(padded)):
             return None
-    numbers = tables.follow_from_sizes(value)
+    numbers = context.tables.follow_from_sizes(value)
     return None if numbers is None else [int(one) for one in numbers.reshape(-1)]
 
 
@@ -201,21 +218,21 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
     return value
 
 
-def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
+def _before(one: Slice, context: Context) -> Slice | None:
     """The assignment that this one changes the result of, if it is along the same axis."""
-    source = traced_back(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
+    source = untransposed(one.data, len(context.sizes.of(one.data) or ()))
     data = source_through(source.value, "Identity")  # exporters make one of two inverse transposes
     node = data.producer() if source.is_value else None
-    before = None if node is None else _find_slice(node, sizes, tables)
+    before = None if node is None else _find_slice(node, context)
     return before if before is not None and before.axis == one.axis else None
 
 
-def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bool:
+def _is_written_to(node: ir.Node, axis: int, context: Context) -> bool:
     """Whether a further assignment changes a node's result along the same axis."""
     level = [node.outputs[0]]
     for _ in range(3):  # in between, the axis is transposed back, and to the front again
         users = [user for value in level for user, place in value.uses() if not place]
-        after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
+        after = (_find_slice(user, context) for user in users if user.op_type == node.op_type)
         if any(one is not None and one.axis == axis for one in after):
             return True
         level = [user.outputs[0] for user in users if is_onnx(user, "Transpose", "Identity")]

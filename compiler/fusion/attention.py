@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_half_precision, same_number
 from splitc.compiler.fusion.product import (
     Product,
@@ -38,11 +39,6 @@ SHIFT, NO_SHIFT = 1.0, 1e-6
 # Scores that a mask replaces by this or less get weight 0: exporters write -1e4 in float16, and less in other types.
 HIDDEN = -1e4
 SHIFTED = "a number is added to all its scores, or a row's maximum is subtracted from them, before"
-NO_SIZES = "the shapes of its queries, keys and values are not known"
-
-
-class NotFusedError(Exception):
-    """A pattern can't be fused. The message is the reason, without the node's name."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +211,7 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
     The operator computes in float32 anyway.
     """
     query, keys = (in_half_precision(factor, scaled=True) for factor in (product.first, product.second))
-    weighed = in_half_precision(values, scaled=False)
+    weighed = in_half_precision(values)
     if query is None or keys is None or weighed is None:
         return product.first, product.second, values
     is_one_type = query.value.dtype == keys.value.dtype == weighed.value.dtype

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import source_through
-from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
+from splitc.compiler.fusion.attention import Attention, Bias
+from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, operator_name
@@ -69,7 +70,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     has_past = _input(node, form.pasts[0]) is not None
     if has_past:
         keys, values = as_operand(node.outputs[KEYS], 4), as_operand(node.outputs[VALUES], 4)
-    axes, all_axes = _axes(query, work), _axes(keys, work)
+    axes, all_axes = axes_of(query, work.sizes), axes_of(keys, work.sizes)
     size, is_causal = axes[3].fixed, bool(node.attributes.get_int(form.causal, 0))
     if size is None:
         raise NotFusedError(NO_HEADS)
@@ -126,14 +127,7 @@ def _by_heads(node: ir.Node, place: int, form: _Form, work: Writer) -> Operand:
     if not heads or width is None:
         raise NotFusedError(NO_HEADS)
     by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]
-    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
-
-
-def _axes(operand: Operand, work: Writer) -> list[Axis]:
-    own = work.sizes.axes(operand.value)
-    if own is None:
-        raise NotFusedError(NO_SIZES)
-    return [own[axis] for axis in operand.axes]
+    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), SWAP_HEADS)
 
 
 def _hides_nothing(mask: ir.Value) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.fusion.attention import Attention, Bias, NotFusedError
+from splitc.compiler.fusion.attention import Attention, Bias
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
@@ -22,9 +23,7 @@ LOW, LOW_FLOAT16 = -1e30, -3e4
 
 def check_bias(bias: Bias, sizes: Sizes) -> None:
     """Raise NotFusedError if a bias can't be broadcast to the scores, or is the same for all keys."""
-    own, scores = sizes.axes(bias.value), sizes.axes(bias.at)
-    if own is None or scores is None or len(own) > len(scores):
-        raise NotFusedError("the shape of its mask or bias is not known")
+    own, scores = (sizes.known(value, "its mask or bias") for value in (bias.value, bias.at))
     for one, other in zip(reversed(own), reversed(scores), strict=False):
         if one.size not in (ONE, other.size):
             raise NotFusedError("the shape of its mask or bias does not fit its scores")

@@ -13,8 +13,9 @@ from itertools import chain
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.attention import Attention, RowScale
 from splitc.compiler.fusion.attention_operator import is_operator
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
 from splitc.compiler.fusion.softmax import computed_beside
@@ -97,7 +98,7 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
 
 def unfused_caches(
     graph: ir.Graph, states: Sequence[State], caches: Caches, is_read: bool, latents: Mapping[str, str]
-) -> Iterator[tuple[str, NotFusedError]]:
+) -> Iterator[tuple[str, str]]:
     """Growing states that fusion does not write in place, by their input's name, with reasons.
 
     The growing `caches` are listed only if no attention reads any (`is_read`): else `find_caches` gave their reasons.
@@ -110,16 +111,13 @@ def unfused_caches(
         if state.grows is None or state.in_place or (state.input in pasts and is_read):
             continue
         if maker is not None and operator_of(maker).writes_in_place:
-            yield state.input, NotFusedError("it has readers beside the operator that could write it in place")
+            yield state.input, "it has readers beside the operator that could write it in place"
         elif state.input in latents:
-            yield state.input, NotFusedError(latents[state.input])
+            yield state.input, latents[state.input]
         elif state.input in pasts:
-            yield state.input, NotFusedError("no attention reads it as keys or values")
+            yield state.input, "no attention reads it as keys or values"
         else:
-            yield (
-                state.input,
-                NotFusedError("new rows are not concatenated with it as it is, along the third of four axes"),
-            )
+            yield state.input, "new rows are not concatenated with it as it is, along the third of four axes"
 
 
 def find_caches(attention: Attention, caches: Caches, shape_of: ShapeOf) -> CachedAttention | None:

@@ -6,16 +6,18 @@ Split copies the parts, and prevents the fusion of a following bias or activatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, own_matrix, tensor_of
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
+from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "MatMul"
@@ -57,31 +59,34 @@ def find_divided(product: ir.Node) -> Divided | None:
     return Divided(product, data, *stored, bias, whole, tuple(split.outputs))
 
 
-def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
-    """Replace the product and the Split by a product for each part.
+def fuse_divided(product: ir.Node, context: Context) -> str | None:
+    """Replace a product and the Split of its columns by a product for each part. Returns MatMul; None for other nodes.
 
     Raises NotFusedError, before any change, if the parts are not columns of known numbers.
     """
-    bias, axes, columns = divided.bias, sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
-    if axes is None or any(own is None for own in columns):
-        raise NotFusedError("the sizes of its parts are not known")
+    divided = find_divided(product) if context.gains.divided else None
+    if divided is None:
+        return None
+    check_type(divided.whole, context.gains.divided)
+    shape, bias = context.shape_of(divided.whole), divided.bias
+    if shape is None or math.prod(shape[:-1]) < context.gains.least_rows:
+        raise NotFusedError("it has too few rows for several products to be faster")
+    axes = context.sizes.known(divided.whole, "its result")
     if producer_of(divided.parts[0]).attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
         raise NotFusedError("its Split is not along the last axis")
     if any(part.is_graph_output() for part in divided.parts):
         raise NotFusedError("one of its parts is an output of the model")
-    counts = [own[-1].fixed for own in columns if own is not None]
-    if None in counts:
-        raise NotFusedError("the sizes of its parts are dynamic")
+    counts = context.sizes.fixed_parts(divided.parts, -1)
     stored = [tensor_of(divided.weight).shape[divided.axis], *([] if bias is None else tensor_of(bias).shape)]
     if any(size != axes[-1].fixed for size in stored):
         raise NotFusedError("its bias or its weight has one number for all columns")
     start = 0
     for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
-        assert count is not None
-        work = Writer.of(part, (), editor, sizes, part.name or f"{divided.whole.name}/{number}")
+        work = Writer.of(part, context, name=part.name or f"{divided.whole.name}/{number}")
         made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
         work.take_place(made, part)
         start += count
+    return OPERATOR
 
 
 def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Writer) -> ir.Value:

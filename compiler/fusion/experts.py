@@ -17,14 +17,13 @@ import onnx_ir as ir
 from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.kernels import Types
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import Types, check_type
 from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.fusion.multi_head import has_attribute
-from splitc.compiler.fusion.parts import check_type
 from splitc.compiler.nodes import known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
-from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "MoE"
@@ -84,14 +83,13 @@ class Experts:
         return int(self.first.count * MOST_FLOPS / (6 * max(1, row * inner)))
 
 
-def mark_experts(
-    graph: ir.Graph, types: Types, shapes: Callable[[], Mapping[str, Shape]]
-) -> Iterator[tuple[str, str | None]]:
-    """Mark the experts of a graph that the operator is to compute. `shapes` returns those of all values for a request.
+def mark_experts(context: Context) -> Iterator[tuple[str, str | None]]:
+    """Mark the experts of a graph that the operator is to compute.
 
     Yields the name of each mixture's last node, and why it stays as it is (None if it does not).
     """
-    for node, experts in [(node, experts_before(node)) for node in graph]:
+    graph, types = context.graph.graph, context.gains.experts
+    for node, experts in [(node, experts_before(node)) for node in graph] if types else []:
         if experts is None:
             continue
         try:
@@ -100,7 +98,9 @@ def mark_experts(
             yield name_of(node), str(error)
             continue
         sorting = find_sorting(node.outputs[0], experts.first)
-        if sorting is not None and only_sorts(graph, sorting, experts.first, node.outputs[0], shapes()):
+        if sorting is not None and only_sorts(
+            graph, sorting, experts.first, node.outputs[0], context.other_sizes.shapes
+        ):
             activation = replace(activation, sorts=True)
         node.meta[EXPERTS] = activation
         experts.joins.meta[EXPERTS] = activation
@@ -159,7 +159,7 @@ def _first_product(node: ir.Node) -> _First | None:
         table, numbers = lookup.inputs
         if any(lookup.attributes.get_int(name, 0) for name in ("axis", "batch_dims")) or numbers is None:
             return None
-        if table is not None and numbers is not None and shape_of(table) == _biases_shape(groups):
+        if table is not None and shape_of(table) == _biases_shape(groups):
             return _First(replace(groups, biases=table), joins, (node, lookup), numbers)
     return None
 

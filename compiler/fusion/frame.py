@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitc.compiler.fusion.attention import NO_SIZES, Attention, NotFusedError
+from splitc.compiler.fusion.attention import Attention
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import Operand, axes_of, traced_back, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 
@@ -31,6 +32,12 @@ class Frame:
     leading: Axes
     weighed: Axes
 
+    @property
+    def head_count(self) -> int:
+        """The number of heads."""
+        assert self.heads.fixed is not None
+        return self.heads.fixed
+
     def divided(self, leading: Sequence[Axis]) -> int | None:
         """How many of the leading axes are the batch; the rest are heads. None if batch and heads share an axis."""
         count = len(leading)
@@ -44,10 +51,7 @@ class Frame:
 
 def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     """The axes of an attention. Raises NotFusedError if they are not known, or its operands do not fit together."""
-    axes = [axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values)]
-    query, keys, values = axes
-    if query is None or keys is None or values is None:
-        raise NotFusedError(NO_SIZES)
+    query, keys, values = (axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values))
     leading, length, size = query[:-2], query[-2], query[-1].fixed
     rows, value_size = keys[-1], values[-1].fixed
     if keys[-2].size != query[-1].size or values[-2].size != rows.size:
@@ -56,18 +60,15 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
         raise NotFusedError("its keys have more heads than its queries")
     if size is None or value_size is None:
         raise NotFusedError("the size of its heads is dynamic")
-    layouts = [sizes.axes(value) for value in attention.layouts]
-    if any(layout is None or len(layout) < 2 for layout in layouts):
-        raise NotFusedError("the shape of its scores is not known")
-    known = [layout for layout in layouts if layout is not None]
-    if any((layout[-2].size, layout[-1].size) != (length.size, rows.size) for layout in known):
+    layouts = [sizes.known(value, "its scores") for value in attention.layouts]
+    if any([axis.size for axis in layout[-2:]] != [length.size, rows.size] for layout in layouts):
         raise NotFusedError("the last two axes of its scores change before the product with the values")
-    if any(product_of(a.size for a in layout[:-2]) != product_of(a.size for a in leading) for layout in known):
+    if any(product_of(a.size for a in layout[:-2]) != product_of(a.size for a in leading) for layout in layouts):
         raise NotFusedError("its mask, bias or values have more batch entries or heads than its queries")
-    weighed = known[1][:-2]
+    weighed = layouts[1][:-2]
     if len(weighed) != len(values) - 2 or not _fits(values[:-2], weighed, attention.groups):
         raise NotFusedError("its values have more heads than its queries")
-    batch, heads = _divide([leading, weighed, *(layout[:-2] for layout in known)], attention.query, sizes)
+    batch, heads = _divide([leading, weighed, *(layout[:-2] for layout in layouts)], attention.query, sizes)
     return Frame(batch, heads, length, rows, size, value_size, leading, weighed)
 
 
@@ -83,8 +84,7 @@ def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis
     """The batch and the heads: of the first layout that separates them; else all leading axes are one or the other."""
     traced = traced_back(query, scaled=True)
     before = unmerged(traced, sizes, scaled=True)
-    more = axes_of(before, sizes) if before is not None else None
-    for leading in (*layouts, *([more[:-2]] if more is not None else [])):
+    for leading in (*layouts, *([] if before is None else [axes_of(before, sizes)[:-2]])):
         if len(leading) > 1 and leading[-1].fixed is not None:
             return joined(leading[:-1]), leading[-1]
     leading = layouts[0]

@@ -16,16 +16,16 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import source_through
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention, has_attribute
-from splitc.compiler.fusion.operand import PASSED, as_operand, traced_back, traced_back_merged, unmerged
-from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.operand import PASSED, SWAP_HEADS, traced_back_merged, unmerged, untransposed
+from splitc.compiler.fusion.sizes import ONE, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
@@ -33,21 +33,19 @@ OPERATOR = "GroupQueryAttention"
 QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
 # The kernels take head sizes that are multiples of this.
 UNIT = 8
-# Transposes [batch, heads, rows, size] to [batch, rows, heads, size].
-BY_ROWS = (0, 2, 1, 3)
 
 
-def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: Sizes, lengths: Lengths) -> None:
+def write_group_query_attention(cached: CachedAttention, lengths: Lengths, context: Context) -> None:
     """Replace an attention and its caches by the operator, in place.
 
     Raises NotFusedError if the operator can't express them; then nothing is changed.
     """
     attention = cached.attention
     filled = lengths.of(cached.keys.past, cached.keys.new, cached.keys.present)
-    query = traced_back_merged(attention.query, sizes, scaled=True)
-    before = unmerged(query, sizes, scaled=True)
+    query = traced_back_merged(attention.query, context.sizes, scaled=True)
+    before = unmerged(query, context.sizes, scaled=True)
     sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     work = replace(work, known=filled.known)
     frame = _check(cached, work)
     stale = [value for one in (cached.keys, cached.values) for value in (one.past, one.present, *one.between)]
@@ -77,7 +75,7 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
         raise NotFusedError("its keys and its values differ in shape")
     heads, times = layouts[0]
     repeated = heads * times * cached.attention.groups
-    if frame.heads.fixed != repeated and (heads, times) != (1, 1):  # one head is broadcast as it is
+    if frame.head_count != repeated and (heads, times) != (1, 1):  # one head is broadcast as it is
         raise NotFusedError("its cache, with repeated heads, has another number of heads than its queries")
     new, present = work.axes(keys.new), work.axes(keys.present)
     own = (new[0].size, new[-2].size, present[ROWS].size, present[3].fixed)
@@ -89,14 +87,13 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
         raise NotFusedError("its queries and its cache differ in type")
     if cached.attention.sinks is not None:
         _check_sinks(cached.attention.sinks, frame, work)
-    _check_rows(keys, work.sizes)
+    _check_rows(keys, work)
     return frame
 
 
-def _check_rows(cache: Cache, sizes: Sizes) -> None:
+def _check_rows(cache: Cache, work: Writer) -> None:
     """Raise NotFusedError if the operator can't run the planned request: a batch of chunks after cached tokens."""
-    past, new = sizes.axes(cache.past), sizes.axes(cache.new)
-    assert past is not None and new is not None
+    past, new = work.axes(cache.past), work.axes(cache.new)
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
             f"the operator takes either one row or one token a row after cached tokens: {new[0].size[0]} rows of "
@@ -125,12 +122,11 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
         inputs.append(_sinks(attention.sinks, query, frame, work))
     # Read off the cache, where the number of heads is fixed: that of new keys may be dynamic.
     kv_heads = work.axes(cached.keys.present)[1].fixed or 1
-    heads = frame.heads.fixed or 1
     node = ir.node(
         OPERATOR,
         inputs,
         {
-            "num_heads": heads,
+            "num_heads": frame.head_count,
             "kv_num_heads": kv_heads,
             "scale": attention.scale * factor * cached.keys.factor,
             "causal": int(attention.is_causal),
@@ -152,10 +148,9 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
 def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
     """Raise NotFusedError if attention sinks are not one number a head."""
     own, source = work.sizes.of(sinks), work.sizes.axes(_unrepeated(sinks))
-    heads = frame.heads.fixed
     if own is None or source is None or not own or own[-1] != ONE or len(own) != 4 or len(source) > 4:
         raise NotFusedError("its attention sinks are more than one number for each row of scores")
-    if [axis.fixed for axis in [*[fixed_axis(1)] * (4 - len(source)), *source]] != [1, heads, 1, 1]:
+    if [axis.fixed for axis in [*[fixed_axis(1)] * (4 - len(source)), *source]] != [1, frame.head_count, 1, 1]:
         raise NotFusedError("its attention sinks are not one number for each head")
 
 
@@ -167,7 +162,7 @@ def _unrepeated(sinks: ir.Value) -> ir.Value:
 def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Value:
     """Attention sinks as [heads], in the queries' type."""
     value = work.reshape(_unrepeated(sinks), [frame.heads], "sinks")
-    return value if value.dtype == like.dtype else work.cast(value, like, "sinks_cast")
+    return work.cast(value, like, "sinks_cast")
 
 
 def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
@@ -175,9 +170,7 @@ def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
     batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
-        value = work.transpose(
-            traced_back(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
-        )
+        value = work.transpose(untransposed(cache.new, 4).transposed(SWAP_HEADS), f"{role}_by_rows")
     else:
         value = work.reshape(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
     return work.reshape(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.room import exists_for_its_size
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import name_of, unused_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of, relate_axes
-from splitc.runtime.package.states import KeptRows, State
+from splitc.runtime.package.states import KeptRows
 
 # The name of the input; with primes behind it if the model has that name.
 NAME = "logits_to_keep"
@@ -66,31 +67,33 @@ class Tokens:
         return self.columns is None or size in self.columns or "logits" in (output.name or "").lower()
 
 
-def find_tokens(graph: Graph, states: Sequence[State]) -> Tokens:
+def find_tokens(context: Context) -> Tokens:
     """The tokens of a language model.
 
     With states, all other inputs may have them. Without, the model takes ids, and its logits have a column for each row
     of the table of ids, or are named so: other wide outputs may be the caches of a model that reads a prompt.
     """
-    own = {state.input for state in states}
-    if states:
-        return Tokens([v for v in graph.graph.inputs if v.name not in own and not exists_for_its_size(v)])
-    ids = {value: role.rows for value, role in find_roles(graph).items() if role.kind == "indices"}
+    if context.states:
+        inputs = context.graph.graph.inputs
+        return Tokens([v for v in inputs if v.name not in context.pasts and not exists_for_its_size(v)])
+    ids = {value: role.rows for value, role in find_roles(context.graph).items() if role.kind == "indices"}
     return Tokens(list(ids), frozenset(ids.values()))
 
 
-def keep_rows(
-    graph: Graph, editor: Editor, sizes: Sizes, states: Sequence[State], tokens: Tokens
-) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
+def keep_rows(context: Context) -> tuple[Chosen | None, list[tuple[str, str | None]]]:
     """Let requests choose the rows of a language model's logits. The graph is changed in place.
 
     Logits are outputs of three axes with a row for each token, which a product with a weight makes wider than its
     input: a vocabulary is larger than a hidden state. Also returns the place of each output that has such rows, and why
     they can't be chosen (None if they can).
     """
+    tokens = find_tokens(context)
+    if not tokens.inputs:
+        return None, []
+    graph, sizes = replace(context.graph, reads=complete(context.graph.model)), context.sizes
     cuts: dict[ir.Value, list[_Cut]] = {}
     places: list[tuple[str, str | None]] = []
-    own = {state.output for state in states}
+    own = {state.output for state in context.states}
     read: tuple[ir.Value, int] | None = None
     for output in graph.graph.outputs if sizes.differ else []:
         source = None if output.name in own else _tokens_of(output, tokens, sizes)
@@ -108,11 +111,9 @@ def keep_rows(
     if read is None:
         return None, places
     declared = {output.name or "": output.shape for output in cuts}
-    axes = sizes.axes(read[0])
-    assert axes is not None, "the size of its axis was read"
-    rows, kept = _add_input(graph.graph, axes[read[1]], sizes)
+    rows, kept = _add_input(graph.graph, sizes.known(read[0], "its tokens")[read[1]], sizes)
     for cut in chain.from_iterable(cuts.values()):
-        _select(cut, rows, kept, editor, sizes)
+        _select(cut, rows, kept, context.editor, sizes)
     outputs = {output.name or "": cut.after[0][1] for output, (cut, *_) in cuts.items()}
     return Chosen(KeptRows(rows.name or "", outputs, (read[0].name or "", read[1])), declared), places
 

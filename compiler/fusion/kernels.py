@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.hardware.devices import Device
@@ -118,3 +119,9 @@ def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:
     if engine != ONNXRUNTIME or len(kinds) != 1:
         return None
     return {"cuda": ON_GPUS, "cpu": ON_CPUS}.get(kinds.pop())
+
+
+def check_type(value: ir.Value, types: Types) -> None:
+    """Raise NotFusedError unless a value is of one of these types."""
+    if (dtype := value.dtype) not in types:
+        raise NotFusedError(f"no fused kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")

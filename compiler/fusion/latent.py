@@ -19,15 +19,17 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
-from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.frontend.walks import reached
+from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
-from splitc.compiler.fusion.lengths import sizes_read
-from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
-from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
-from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
+from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, traced_back, traced_back_merged
+from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, product_of, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
 
@@ -90,33 +92,30 @@ def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAtt
     """The attention with the cached latent that its keys and values are projected from; None if there is none."""
     keys = traced_back_merged(attention.keys.swapped(), sizes, scaled=True)
     query = traced_back_merged(attention.query, sizes, scaled=True)
-    values = _projected(traced_back_merged(attention.values, sizes, scaled=False), sizes)
+    values = _projected(traced_back_merged(attention.values, sizes), sizes)
     if values is None or values.latent not in caches or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
-    node = made_by(keys.value, "Concat")
-    joined_parts = [keys.value] if node is None else node.inputs
-    if node is not None and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
+    node, last = made_by(keys.value, "Concat"), keys.axes[-1]
+    if node is not None and node.attributes.get_int("axis", 0) not in (last, last - 4):
         return None
-    parts = [_part(Operand(value, keys.axes), sizes) for value in joined_parts if value is not None]
-    counts = [axes[keys.axes[-1]].fixed for value in joined_parts if value is not None and (axes := sizes.axes(value))]
-    if len(parts) != len(counts) or not any(isinstance(part, Projected) for part in parts):
-        return None
-    known = tuple(part for part in parts if part is not None)
-    if len(known) < len(parts) or any(
-        isinstance(part, Projected) and part.latent is not values.latent for part in known
-    ):
+    joined_parts = [keys.value] if node is None else [value for value in node.inputs if value is not None]
+    maybe = (_part(Operand(value, keys.axes), sizes) for value in joined_parts)
+    parts = tuple(part for part in maybe if part is not None)
+    sizes_of_parts = [axes[last].fixed for value in joined_parts if (axes := sizes.axes(value))]
+    fixed = tuple(size for size in sizes_of_parts if size is not None)
+    latents = {part.latent for part in parts if isinstance(part, Projected)}
+    if not len(parts) == len(fixed) == len(joined_parts) or latents != {values.latent}:
         return None
     rank = int(tensor_of(values.weight).shape.numpy()[1 - values.axis])
     factor = query.factor * keys.factor * attention.scale
-    fixed = tuple(count for count in counts if count is not None)
-    return LatentAttention(attention, query, known, fixed, values, rank, factor) if len(fixed) == len(counts) else None
+    return LatentAttention(attention, query, parts, fixed, values, rank, factor)
 
 
 def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     """A part of the keys: one that is projected from a latent, or one that all heads share, [batch, 1, all, size]."""
     if (projected := _projected(operand, sizes)) is not None:
         return projected
-    traced = traced_back(operand, scaled=False)
+    traced = traced_back(operand)
     if (source := value_before(traced.value, "Expand")) is not None:
         traced = Operand(source, traced.axes)
     own = sizes.of(traced.value)
@@ -125,20 +124,21 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
 
 def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     """The projection of a latent to heads [batch, heads, rows, size]; None if the operand is none."""
-    traced = traced_back(operand, scaled=False)
+    traced = traced_back(operand)
     start, own = 0, sizes.axes(traced.value)
     if own is None or len(own) != 4 or len(traced.axes) != 4:
         return None
     size = own[traced.axes[-1]].fixed
     node = made_by(traced.value, "Split")
     if node is not None and node.inputs[0] is not None:
-        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(traced.value)]]
-        counts = [axes[traced.axes[-1]].fixed for axes in before if axes is not None]
+        before = node.outputs[: node.outputs.index(traced.value)]
+        fixed = [axes[traced.axes[-1]].fixed for part in before if (axes := sizes.axes(part))]
+        counts = [count for count in fixed if count is not None]
         is_last = node.attributes.get_int("axis", 0) in (traced.axes[-1], traced.axes[-1] - 4)
         if not is_last or len(counts) != len(before):
             return None
-        start = sum(count or 0 for count in counts)
-        traced = traced_back(Operand(node.inputs[0], traced.axes), scaled=False)
+        start = sum(counts)
+        traced = traced_back(Operand(node.inputs[0], traced.axes))
     divided, product = sizes.of(traced.value), made_by(value_before(traced.value, *VIEWS), "MatMul")
     if traced.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None
@@ -147,14 +147,14 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     stored = None if weight is None else own_matrix(weight)
     if latent is None or stored is None or made is None or rows is None:
         return None
-    width = (divided[2][0] * divided[3][0], divided[2][1] * divided[3][1])
+    width = product_of(divided[2:])
     wanted = [size for size in (*divided[:2], width) if size != ONE]
     if [size for size in made if size != ONE] != wanted or made[-1] != width or len(rows) not in (3, 4):
         return None
     return Projected(latent, *stored, product, slice(start, start + size))
 
 
-def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: LatentCaches | None = None) -> None:
+def write_latent(latent: LatentAttention, context: Context, kept: LatentCaches | None = None) -> None:
     """Compute the attention on the latent, in place. Its caches are kept in place if they are given.
 
     Raises NotFusedError if that would compute something else; then nothing is changed.
@@ -166,15 +166,15 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: La
     shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
-    sources = [latent.latent, latent.query.value, *editor.graph.inputs] if kept is None else [latent.query.value]
-    sources += [] if kept is None else kept.lengths.read
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    sources = [latent.latent, latent.query.value, *context.editor.graph.inputs]
+    if kept is not None:
+        sources = [latent.query.value, *kept.lengths.read]
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     work = work if kept is None else replace(work, known=kept.filled.known)
     frame = check_attention(attention, work)
-    heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
         raise NotFusedError("its batch and its heads are not one axis each")
-    if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
+    if sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
         raise NotFusedError("the heads projected from its latent differ from those of its queries")
     ends = {attention.output.producer(), *(value.producer() for value in attention.passed)}
     stale = list(_between(latent, ends, () if kept is None else kept.presents))
@@ -182,17 +182,16 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes, kept: La
     if kept is not None:
         kept.check([*stale, *attention.passed])
         with work.undone_if_refused():
-            made, *presents = _attended(latent, heads, writing, kept)
+            made, *presents = _attended(latent, writing, kept)
         kept.replace(presents, [*stale, *attention.passed], work)
     else:
-        readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
-        if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
+        readers = size_readers(*stale)
+        if not all(map(work.can_read_elsewhere, readers)):
             raise NotFusedError("a node reads sizes of its keys or values that no other value has")
         with work.undone_if_refused():
-            (made,) = _attended(latent, heads, writing, None)
-        for node, axes in readers.items():
-            listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
-            node.outputs[0].replace_all_uses_with(listed)
+            (made,) = _attended(latent, writing, None)
+        for node in readers:
+            replace(work, name=node.outputs[0].name or "").read_elsewhere(node, "sizes")
     writing.replace(attention.result, made, attention.order)
 
 
@@ -203,29 +202,26 @@ def _between(
 
     Raises NotFusedError if anything else reads them.
     """
-    products = {part.product for part in (*latent.parts, latent.values) if isinstance(part, Projected)}
-    pending = [*caches] or [value for product in products for value in product.outputs]
-    seen = set[ir.Value]()
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        yield value
-        users = {node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")}
+    parts = [part for part in (*latent.parts, latent.values) if isinstance(part, Projected)]
+    products = dict.fromkeys(part.product for part in parts)
+
+    def below(value: ir.Value) -> list[ir.Value]:
+        users = [node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")]
         known = all(is_onnx(node, *PASSED) or node in products for node in users)
         if not known or (value.is_graph_output() and value not in caches):
             raise NotFusedError("keys or values projected from its latent have other readers")
-        pending += [made for node in users for made in node.outputs]
+        return [made for node in users for made in node.outputs]
+
+    return reached([*caches] or [value for product in products for value in product.outputs], below)
 
 
-def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
+def _attended(latent: LatentAttention, writing: Writing, kept: LatentCaches | None) -> Sequence[ir.Value]:
     """The attention's result, [batch, heads, length, value size]. If the caches are kept, also their presents."""
     frame, work, like = writing.frame, writing.work, latent.query.value
     query, rank, asked = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank), list[ir.Value]()
     for number, (part, own) in enumerate(zip(latent.parts, _queries(latent, frame, work), strict=True)):
         if isinstance(part, Projected):
-            weight = _by_heads(part, heads, True, work.editor)
+            weight = _by_heads(part, frame.head_count, True, work.editor)
             own = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
         asked.append(own)
     if kept is None:
@@ -233,11 +229,10 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing, kept: Laten
     else:
         by_kind = sorted(zip(latent.parts, asked, strict=True), key=lambda pair: isinstance(pair[0], Projected))
         weighed, *presents = kept.attend([own for _, own in by_kind], latent.rank, latent.factor, writing)
-    weight = _by_heads(latent.values, heads, False, work.editor)
+    weight = _by_heads(latent.values, frame.head_count, False, work.editor)
     made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
     made = writing.blanked(made) if kept is None else made
-    output = writing.attention.output
-    return made if made.dtype == output.dtype else work.cast(made, output, "as_written"), *presents
+    return work.cast(made, writing.attention.output, "as_written"), *presents
 
 
 def _weighed(latent: LatentAttention, asked: Sequence[ir.Value], writing: Writing) -> ir.Value:

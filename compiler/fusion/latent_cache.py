@@ -19,9 +19,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Caches
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths
 from splitc.compiler.fusion.multi_head import Writing
 from splitc.compiler.fusion.sizes import fixed_axis
@@ -58,11 +58,11 @@ class LatentCaches:
         attention, frame, work, (shared, own) = writing.attention, writing.frame, writing.work, queries
         bias = self.filled.with_room(write_bias(attention, frame, work), work) if attention.biases else None
         lengths = (self.filled.lasts, self.filled.total)
-        heads, sizes = frame.heads.fixed or 1, [work.axes(query)[-1].fixed or 1 for query in queries]
+        sizes = [work.axes(query)[-1].fixed or 1 for query in queries]
         node = ir.node(
             OPERATOR,
             [own, *self.added, *self.pasts, *lengths, shared, *([] if bias is None else [None, None, bias])],
-            {"num_heads": heads, "kv_num_heads": 1, "sizes": sizes, "scale": scale, "causal": 0},
+            {"num_heads": frame.head_count, "kv_num_heads": 1, "sizes": sizes, "scale": scale, "causal": 0},
             domain=DOMAIN,
             num_outputs=3,
         )

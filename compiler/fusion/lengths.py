@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
-from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS
-from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.sizes import Axis, Size, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.package.states import Length
@@ -113,41 +112,40 @@ class Filled:
 class Lengths:
     """The inputs for the lengths of a graph's caches: one for all caches of the same length."""
 
-    def __init__(
-        self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str], has_room: bool
-    ) -> None:
-        self._editor, self._sizes, self._kept, self._has_room = editor, sizes, states, has_room
+    def __init__(self, context: Context, pasts: Collection[ir.Value]) -> None:
+        self._context, self._editor, self._sizes = context, context.editor, context.sizes
         self._filled: dict[Size, Filled] = {}
-        self._states: dict[str, list[str]] = {}
-        self._for_one_row: set[str] = set()
+        # The names of caches that are in place, and which of them are `one_row` (see Filled.entry), by their length.
+        self._states: dict[Size, list[str]] = {}
+        self._for_one_row: set[Size] = set()
         # The size of a past may be its capacity, so no size is read off it.
-        known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
+        known = (
+            value for value in self._editor.graph.inputs if self._sizes.of(value) is not None and value not in pasts
+        )
         self.read: tuple[ir.Value, ...] = tuple(known)
 
     @property
     def filled(self) -> list[Filled]:
         """The filled rows of all caches that are in place."""
-        return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
+        return [filled for length, filled in self._filled.items() if length in self._states]
 
     def of(self, past: ir.Value, new: ir.Value, present: ir.Value) -> Filled:
         """The filled rows of a cache, with the rows that a request adds to it, and its present.
 
         Raises NotFusedError if its length equals another size, or no input has as many elements as a request adds.
         """
-        before, added, after = (self._sizes.axes(value) for value in (past, new, present))
-        if before is None or added is None or after is None or not self._sizes.differ:
+        before, added, after = (self._sizes.known(value, "its cache") for value in (past, new, present))
+        length, total = before[ROWS], after[ROWS]
+        is_fixed = length.fixed is not None or total.fixed is not None
+        if is_fixed or length.size == added[-2].size or not self._sizes.differ:
             raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if before[ROWS].fixed is not None or after[ROWS].fixed is not None or before[ROWS].size == added[-2].size:
-            raise NotFusedError("the length of its cache can't be told apart from other sizes")
-        if before[ROWS].size not in self._filled:
-            self._filled[before[ROWS].size] = self._add(before[ROWS], added, after[ROWS])
-        return self._filled[before[ROWS].size]
+        if length.size not in self._filled:
+            self._filled[length.size] = self._add(length, added, total)
+        return self._filled[length.size]
 
     def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
         graph, tokens = self._editor.graph, new[-2]
-        step: int | tuple[str, int] | None = tokens.fixed
-        if step is None:
-            step = self._place_of(tokens)
+        step = self._place_of(tokens) if tokens.fixed is None else tokens.fixed
         several = tokens.fixed != 1 and new[0].fixed != 1
         if several and graph.opset_imports.get("", 1) < OPSET:
             raise NotFusedError(
@@ -162,7 +160,7 @@ class Lengths:
         # With a batch the second axis is dynamic, but 0 where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
-        room = self._add_room(total) if self._has_room else None
+        room = self._add_room(total) if self._context.gains.has_room else None
         own = (value, *self.read) if room is None else (value, room, *self.read)
         work = Writer(graph[0], name, own, self._editor, self._sizes)
         try:
@@ -192,7 +190,7 @@ class Lengths:
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
         """The name and axis of the first input, other than a state, that has this size; None if there is none."""
-        for value in (value for value in self.read if value.name not in self._kept):
+        for value in (value for value in self.read if value.name not in self._context.pasts):
             for place, own in enumerate(self._sizes.axes(value) or ()):
                 if own.size == axis.size:
                     return value.name or "", place
@@ -205,43 +203,35 @@ class Lengths:
 
     def rewrite_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
         """Make nodes that read sizes of these values read them off inputs instead."""
-        for value in values:
-            for node in size_readers(value):
-                axes = sizes_read(node, self._sizes)
-                assert axes is not None
-                sizes = self.writer(node, filled).list_of(axes, "sizes")
-                node.outputs[0].replace_all_uses_with(sizes)
+        for node in size_readers(*values):
+            self.writer(node, filled).read_elsewhere(node, "sizes")
 
     def check_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
         """Raise NotFusedError if `rewrite_sizes` would find no input with such a size."""
-        for value in values:
-            for node in size_readers(value):
-                axes = sizes_read(node, self._sizes)
-                if node.outputs[0].is_graph_output() or not axes:
-                    raise NotFusedError("a node reads the shape of its cache in a way that splitc does not know")
-                if not all(map(self.writer(node, filled).has, axes)):
-                    raise NotFusedError("a node reads a size of its cache that no input has")
+        for node in size_readers(*values):
+            if not self.writer(node, filled).can_read_elsewhere(node):
+                raise NotFusedError("a size of its cache is read that no input has, or is an output")
 
     def are_in_place(self, pasts: Iterable[ir.Value], filled: Filled, one_row: bool) -> None:
         """Record that caches of this length, whose inputs are `pasts`, are written in place now.
 
         `one_row` is as for `Filled.entry`.
         """
-        names = self._states.setdefault(filled.input.name or "", [])
+        names = self._states.setdefault(filled.past.size, [])
         if one_row:
-            self._for_one_row.add(filled.input.name or "")
+            self._for_one_row.add(filled.past.size)
         for past in pasts:
             names.append(past.name or "")
             mark_fused_cache(past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
         """The manifest's entries. Added inputs that no fused cache needs are removed."""
-        for filled in self._filled.values():
-            if not self._states.get(filled.input.name or ""):
+        for length, filled in self._filled.items():
+            if length not in self._states:
                 filled.work.undo()
         remove_unused_inputs(self._editor.graph, [own for filled in self._filled.values() for own in filled.inputs])
-        names = {filled.input.name or "": filled for filled in self.filled}
-        return tuple(one.entry(self._states[name], name in self._for_one_row) for name, one in names.items())
+        lengths = [filled.past.size for filled in self.filled]
+        return tuple(self._filled[one].entry(self._states[one], one in self._for_one_row) for one in lengths)
 
 
 def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:
@@ -252,9 +242,3 @@ def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) ->
         value.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
     return total, work.expand(last, [batch], "lasts")
-
-
-def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:
-    """The axes whose sizes a Shape returns; None if they are not known."""
-    axes = None if node.inputs[0] is None else sizes.axes(node.inputs[0])
-    return None if axes is None else given_sizes(node, axes)

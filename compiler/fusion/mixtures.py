@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.matching import is_onnx, made_by, other_input, source_through, tensor_of
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.walks import producers
+from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.row_groups import RowGroups
 from splitc.compiler.request.shapes import Shape
@@ -87,15 +88,8 @@ def _looked_up(value: ir.Value | None) -> ir.Value | None:
 
 def _sort_before(ends: ir.Value) -> ir.Node | None:
     """The nearest TopK before the ends of groups."""
-    left, known = list(producers([ends])), set[ir.Node]()
-    while left and len(known) < _MOST_NODES:
-        node = left.pop(0)
-        if is_onnx(node, "TopK"):
-            return node
-        if node not in known:
-            known.add(node)
-            left += producers(node.inputs)
-    return None
+    above = islice(reached(producers([ends]), lambda node: producers(node.inputs)), _MOST_NODES)
+    return next((node for node in above if is_onnx(node, "TopK")), None)
 
 
 def only_sorts(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.operand import half_result, half_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -37,6 +38,16 @@ class Modulation:
     shift: ir.Value
     output: ir.Value
     own: tuple[ir.Value | None, ir.Value | None] = (None, None)
+
+
+def fuse_modulation(norm: ir.Node, context: Context) -> str | None:
+    """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
+    modulation = find_modulation(norm) if context.gains.modulations else None
+    if modulation is None:
+        return None
+    check_type(modulation.output, context.gains.modulations)
+    write_modulation(modulation, context)
+    return OPERATOR
 
 
 def find_modulation(norm: ir.Node) -> Modulation | None:
@@ -70,23 +81,23 @@ def _is_all(value: ir.Value, number: float) -> bool:
     return tensor is not None and bool(np.all(tensor.numpy() == number))
 
 
-def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> None:
+def write_modulation(modulation: Modulation, context: Context) -> None:
     """Replace a modulated norm by the operator, in place.
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     norm, data, output = modulation.norm, modulation.data, modulation.output
-    axes = sizes.axes(data)
+    axes = context.sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
     given = {modulation.scale.dtype, modulation.shift.dtype}
     may_be_cast = given == {ir.DataType.FLOAT} and data.dtype in HALVES
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift differ in type")
-    row = _row(modulation, axes, sizes)
-    work = Writer.of(output, (data,), editor, sizes)
+    row = _row(modulation, axes, context.sizes)
+    work = Writer.of(output, context, data)
     scale, shift = (
-        work.reshape(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
+        work.reshape(work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
     scale, shift = _with_own(modulation, scale, shift, work)
@@ -98,7 +109,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
 def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Writer) -> tuple[ir.Value, ir.Value]:
     """Scale and shift, merged with the norm's weights and bias: (x w + b) s + t is x (w s) + (b s + t)."""
     weights, bias = (
-        value if value is None or value.dtype == scale.dtype else work.cast(value, scale, f"{role}_cast")
+        None if value is None else work.cast(value, scale, f"{role}_cast")
         for role, value in (("weights", modulation.own[0]), ("bias", modulation.own[1]))
     )
     axes, given = work.axes(scale), scale
@@ -114,9 +125,7 @@ def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[
     """The axes [batch or 1, 1, size] of scale and shift. Raises NotFusedError if they have others."""
     made, first = [], fixed_axis(1)
     for value in (modulation.scale, modulation.shift):
-        own = sizes.axes(value)
-        if own is None or not own or len(own) > 3:
-            raise NotFusedError("the shapes of its scale and shift are not known")
+        own = sizes.known(value, "its scale and shift")
         row = [ONE] * (3 - len(own)) + [axis.size for axis in own]
         if row[0] not in (ONE, axes[0].size) or row[1:] != [ONE, axes[2].size]:
             raise NotFusedError("its scale and shift are not one row for each batch entry")

@@ -13,19 +13,17 @@ from functools import cache
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.attention import Attention, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.lengths import sizes_read
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
+from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
-# Transposes [batch, heads, length, size] to [batch, length, heads, size], and back.
-SWAP_HEADS = (0, 2, 1, 3)
 
 
 @cache
@@ -37,11 +35,11 @@ def has_attribute(operator: str, attribute: str) -> bool:
     return any(attribute in schema.attributes for schema in schemas)
 
 
-def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:
-    """Replace an attention by the operator, in place. The sizes of new values are added to `sizes`.
+def write_multi_head_attention(attention: Attention, context: Context) -> None:
+    """Replace an attention by the operator, in place.
 
-    Raises NotFusedError if the operator can't express the attention, or if its heads are larger than `largest`; then
-    nothing is changed.
+    Raises NotFusedError if the operator can't express the attention, or if its heads are too large for it to be faster;
+    then nothing is changed.
     """
     if attention.softcap:
         raise NotFusedError("the operator has no softcap (Tanh)")
@@ -51,18 +49,21 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
         raise NotFusedError("its query heads share key heads, which the operator does not support")
     if attention.keys.value.producer() is attention.output.producer():
         raise NotFusedError("it is an operator that appends to its cache itself")
+    sizes, largest = context.sizes, context.gains.largest_head
     traced = [traced_back_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(traced[0], sizes, scaled=True)
     # Sizes are preferably read off other values: an input whose size is read has to be on each device.
-    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *editor.graph.inputs]
-    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *context.editor.graph.inputs]
+    work = Writer.of(attention.result, context, *sources, name=attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
         raise NotFusedError(f"no kernel is faster for heads larger than {largest}")
     writing = Writing(attention, frame, work)
     with work.undone_if_refused():
         views = writing.views(writing.rows())
-    _rewrite_sizes(attention, work)
+    # Otherwise the decomposed scores would be computed for their sizes. Readers of the output may stay.
+    for node in size_readers(*attention.passed, attention.output):
+        work.read_elsewhere(node, "scores")
     for old, natural, order in views:
         writing.replace(old, natural, order)
 
@@ -77,34 +78,19 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
         check_bias(bias, work.sizes)
     for scale in attention.row_scales:
         _check_scale(scale, frame, work.sizes)
-    for node in (node for value in attention.passed for node in size_readers(value)):
-        axes = sizes_read(node, work.sizes)
-        if axes is None or not all(map(work.has, axes)):
-            raise NotFusedError("a node reads sizes of its scores that its queries and keys do not have")
+    if not all(map(work.can_read_elsewhere, size_readers(*attention.passed))):
+        raise NotFusedError("sizes of its scores are read that its queries and keys do not have, or are an output")
     return frame
 
 
 def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     """Raise NotFusedError if a scale of the scores can't be applied to the queries instead."""
-    own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
-    if own is None or scores is None or len(own) > len(scores):
-        raise NotFusedError("the shape of its scores' scale is not known")
+    own, scores = (sizes.known(value, "its scores' scale") for value in (scale.value, scale.at))
     if is_one(own):
         return
     leading = [axis.size for axis in frame.leading]
     if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
         raise NotFusedError("its scores have a different scale for each key")
-
-
-def _rewrite_sizes(attention: Attention, work: Writer) -> None:
-    """Read sizes of the scores off queries and keys, so that the decomposed scores are not computed for them."""
-    for value in (*attention.passed, attention.output):
-        for node in size_readers(value):
-            axes = sizes_read(node, work.sizes)
-            if axes is None or not all(map(work.has, axes)):
-                continue  # it reads the output, which stays
-            sizes = replace(work, at=node).list_of(axes, "scores")
-            node.outputs[0].replace_all_uses_with(sizes, replace_graph_outputs=False)
 
 
 @dataclass(frozen=True)
@@ -120,8 +106,7 @@ class Writing:
         attention, frame, work = self.attention, self.frame, self.work
         query = self._query()
         keys = self._fitted(self._traced(attention.keys.swapped()), frame.leading, "keys")
-        values = self._fitted(traced_back_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
-        heads = frame.heads.fixed or 1
+        values = self._fitted(traced_back_merged(attention.values, work.sizes), frame.weighed, "values")
         inputs: list[ir.Value | None] = [
             self.merged(query, frame.size, "query"),
             self.merged(keys, frame.size, "keys"),
@@ -130,9 +115,9 @@ class Writing:
         if attention.biases:
             inputs += [None, None, write_bias(attention, frame, work)]
         scale = attention.scale * query.factor * keys.factor
-        axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
+        axes = (frame.batch, frame.length, fixed_axis(frame.head_count * frame.value_size))
         like = attention.query.value
-        how = {"num_heads": heads, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
+        how = {"num_heads": frame.head_count, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
         return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
@@ -149,9 +134,7 @@ class Writing:
 
     def finished(self, made: ir.Value) -> ir.Value:
         """The operator's result, with zeros for NaN and for entirely masked rows if the model has them, in its type."""
-        made = self.blanked(self.guarded(made))
-        output = self.attention.output
-        return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
+        return self.work.cast(self.blanked(self.guarded(made)), self.attention.output, "as_written")
 
     def guarded(self, made: ir.Value) -> ir.Value:
         """A value with zeros for NaN, if the model replaces NaN of this attention."""
@@ -212,36 +195,31 @@ class Writing:
     def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
         """An operand [..., rows, size], expanded to `leading` axes, which are split into batch and heads if merged."""
         work, frame = self.work, self.frame
-        axes = self._axes(operand)
+        axes = axes_of(operand, self.work.sizes)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
             value = work.expand(work.transpose(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
-            operand = replace(as_operand(value, len(axes)), factor=operand.factor)
+            operand = as_operand(value, len(axes), operand.factor)
         if frame.divided(leading) is not None:
             return operand
         before = unmerged(operand, work.sizes, scaled=role != "values")
-        if before is not None and frame.divided(self._axes(before)[:-2]) is not None:
+        if before is not None and frame.divided(axes_of(before, self.work.sizes)[:-2]) is not None:
             return before
         value = work.transpose(operand, f"{role}_ordered")
         value = work.reshape(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
-        return replace(as_operand(value, 4), factor=operand.factor)
-
-    def _axes(self, operand: Operand) -> tuple[Axis, ...]:
-        axes = axes_of(operand, self.work.sizes)
-        assert axes is not None
-        return axes
+        return as_operand(value, 4, operand.factor)
 
     def _natural(self, operand: Operand) -> Operand:
         """An operand as [batch..., rows, heads..., size]."""
         rank = len(operand.axes)
-        batch = self.frame.divided(self._axes(operand)[:-2])
+        batch = self.frame.divided(axes_of(operand, self.work.sizes)[:-2])
         assert batch is not None
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
     def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
         """An operand as [batch, rows, heads x size]."""
-        rows = self._axes(operand)[-2]
+        rows = axes_of(operand, self.work.sizes)[-2]
         value = self.work.transpose(self._natural(operand), f"{role}_by_rows")
-        width = fixed_axis((self.frame.heads.fixed or 1) * size)
+        width = fixed_axis(self.frame.head_count * size)
         return self.work.reshape(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:

@@ -16,6 +16,7 @@ A value divided by its length (the root of its sum of squares) is an RMSNorm too
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +25,11 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, list_of, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, as_operand, constant, half_result, half_source, traced_back
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
+from splitc.compiler.fusion.modulation import fuse_modulation
+from splitc.compiler.fusion.operand import Operand, constant, half_result, half_source, untransposed
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
@@ -66,28 +70,39 @@ class Norm:
 OPERATORS = frozenset({CENTERED, "RMSNormalization", OPERATOR})
 
 
-def find_transposed(norm: ir.Node) -> Operand | None:
-    """A norm's input before a Transpose that leaves the last axis in place; None if there is no such Transpose."""
+def fuse_norm(mean: ir.Node, context: Context) -> str | None:
+    """Fuse the norm around a mean, and its modulation. Returns the norm's operator; None if there is no norm."""
+    norms = find_norms(mean)
+    if not norms:
+        return None
+    check_type(norms[0].source, context.gains.parts)
+    norm = write_norm(norms, context)
+    with suppress(NotFusedError):  # the norm alone is better than its parts
+        fuse_modulation(norm, context)
+    return norm.op_type
+
+
+def move_transpose(norm: ir.Node, context: Context) -> str | None:
+    """Move a Transpose that keeps the last axis from before a norm to behind it, where attention may absorb it.
+
+    Returns the norm's operator; None if there is no such Transpose.
+    """
     value = norm.inputs[0] if is_onnx(norm, *OPERATORS) else None
     node = made_by(value, "Transpose")
-    if value is None or node is None or len(value.uses()) > 1:
+    if value is None or node is None or len(value.uses()) > 1 or value.is_graph_output() or len(norm.outputs) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
-    traced = traced_back(as_operand(value, rank), scaled=False)
+    traced = untransposed(value, rank)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
-    fits = rank and is_last and traced.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
-    return traced if fits else None
-
-
-def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes) -> None:
-    """Move a Transpose from before a norm to behind it, in place, where attention may absorb it."""
-    output, own = norm.outputs[0], sizes.axes(traced.value)
-    if sizes.axes(output) is None or own is None:
-        raise NotFusedError("its shape is not known")
-    work = Writer.of(output, (), editor, sizes)
+    if not rank or not is_last or traced.axes[-1] != rank - 1:
+        return None
+    output = norm.outputs[0]
+    check_type(output, context.gains.parts)
+    own = context.sizes.known(traced.value, "its input")
+    work = Writer.of(output, context)
     made = work.add("norm", norm.op_type, [traced.value, *norm.inputs[1:]], output, own, **settings_of(norm))
-    made = work.transpose(Operand(made, traced.axes), "norm_turned")
-    work.take_place(made, output)
+    work.take_place(work.transpose(Operand(made, traced.axes), "norm_turned"), output)
+    return norm.op_type
 
 
 def find_norms(mean: ir.Node) -> list[Norm]:
@@ -200,12 +215,13 @@ def _with_weights(norm: Norm, may_narrow: bool) -> list[Norm]:
     return norms
 
 
-def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
+def write_norm(norms: Sequence[Norm], context: Context) -> ir.Node:
     """Replace the first of the norms whose weights and bias are rows by the operator, in place. Returns its node.
 
     The weights are 1 if the norm has none. Raises NotFusedError if the operator can't express it; then nothing is
     changed.
     """
+    sizes = context.sizes
     axes = sizes.axes(norms[-1].data)
     norm = next((norm for norm in norms[:-1] if axes and _has_rows(norm, axes, sizes)), norms[-1])
     dtype = norm.source.dtype
@@ -214,29 +230,27 @@ def write_norm(norms: Sequence[Norm], editor: Editor, sizes: Sizes) -> ir.Node:
     own = axes[norm.axis : norm.axis + 1]
     if own[0].fixed is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
-    data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
+    data, work = norm.source, Writer.of(norm.output, context)
     scale = 1.0 if abs(norm.factor - 1) < CLOSE else norm.factor
-    rows = [] if norm.weights else [editor.constant(np.full(own[0].fixed, scale, dtype.numpy()))]
+    rows = [] if norm.weights else [work.editor.constant(np.full(own[0].fixed, scale, dtype.numpy()))]
     for name, weights in zip(("weights", "bias"), norm.weights, strict=False):
         row = work.reshape(weights, own, f"norm_{name}_row")
         if name == "weights" and scale != 1:
-            row = work.add("norm_scaled", "Mul", [row, editor.scalar(scale, row)], row, own)
-        rows.append(row if row.dtype == data.dtype else work.cast(row, data, f"norm_{name}"))
+            row = work.add("norm_scaled", "Mul", [row, work.editor.scalar(scale, row)], row, own)
+        rows.append(work.cast(row, data, f"norm_{name}"))
     before = with_axis_last(data, len(axes), norm.axis, work)
     inputs, epsilon = [before.value, *rows], norm.epsilon
     normal = work.add(
         "norm", norm.operator, inputs, data, work.axes(before.value), axis=-1, epsilon=epsilon, stash_type=1
     )
     made = work.transpose(Operand(normal, before.axes), "norm_turned")
-    if made.dtype != norm.output.dtype:
-        made = work.cast(made, norm.output, "norm_cast")
-    work.take_place(made, norm.output)
+    work.take_place(work.cast(made, norm.output, "norm_cast"), norm.output)
     return producer_of(normal)
 
 
 def with_axis_last(data: ir.Value, rank: int, axis: int, work: Writer) -> Operand:
     """The data as a value before a Transpose, or behind a new one, whose last axis is this axis of the data."""
-    traced = traced_back(as_operand(data, rank), scaled=False)
+    traced = untransposed(data, rank)
     if traced.axes[axis] == rank - 1 and work.sizes.axes(traced.value) is not None:
         return traced
     order = (*(other for other in range(rank) if other != axis), axis)
@@ -255,27 +269,24 @@ def _has_rows(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
     return output is not None and [axis.size for axis in output] == [axis.size for axis in axes]
 
 
-@dataclass(frozen=True)
-class Narrowed:
-    """A `norm` of `data` in half precision, computed in float32 between casts. `output` has the type of `data`."""
+def narrow_norm(norm: ir.Node, context: Context) -> str | None:
+    """Compute a norm in half precision that is computed in float32 between casts. Returns its operator.
 
-    norm: ir.Node
-    data: ir.Value
-    weights: tuple[ir.Value | None, ...]
-    output: ir.Value
-
-
-def find_narrowed(norm: ir.Node) -> Narrowed | None:
-    """A norm between casts; None for any other node, and if the narrow type can't hold its weights exactly."""
+    None for any other node, and if the narrow type can't hold its weights exactly.
+    """
     if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, output = None if norm.inputs[0] is None else half_source(norm.inputs[0]), half_result(norm.outputs[0])
     if data is None or output is None or data.dtype != output.dtype:
         return None
-    given: Sequence[ir.Value | None] = norm.inputs[1:]
-    if any(value is not None and not _is_exact(value, data) for value in given):
+    if any(value is not None and not _is_exact(value, data) for value in norm.inputs[1:]):
         return None
-    return Narrowed(norm, data, tuple(given), output)
+    check_type(output, context.gains.parts)
+    axes = context.sizes.known(data, "its input")
+    weights = [None if value is None else _narrow_weight(value, data, context.editor) for value in norm.inputs[1:]]
+    work = Writer.of(output, context)
+    work.take_place(work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm)), output)
+    return norm.op_type
 
 
 def _is_exact(value: ir.Value, like: ir.Value) -> bool:
@@ -287,21 +298,6 @@ def _is_exact(value: ir.Value, like: ir.Value) -> bool:
     numbers = tensor.numpy()
     with np.errstate(over="ignore"):
         return bool(np.array_equal(_narrowed(numbers, like).astype(numbers.dtype), numbers))
-
-
-def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
-    """Replace the norm and its casts by the norm of values in half precision, in place.
-
-    Raises NotFusedError if sizes are not known.
-    """
-    norm, data, output = narrowed.norm, narrowed.data, narrowed.output
-    axes = sizes.axes(data)
-    if axes is None or sizes.axes(output) is None:
-        raise NotFusedError("it has no known sizes")
-    work = Writer.of(output, (), editor, sizes)
-    weights = [value if value is None else _narrow_weight(value, data, editor) for value in narrowed.weights]
-    made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
-    work.take_place(made, output)
 
 
 def _narrow_weight(value: ir.Value, like: ir.Value, editor: Editor) -> ir.Value:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by, only_user, value_before
+from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
@@ -17,6 +18,8 @@ from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
+# Transposes [batch, heads, rows, size] to [batch, rows, heads, size], and back.
+SWAP_HEADS = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,17 @@ class Operand:
         return self.axes == tuple(range(len(self.axes)))
 
 
-def as_operand(value: ir.Value, rank: int) -> Operand:
-    """The operand that is a value of this rank, not transposed."""
-    return Operand(value, tuple(range(rank)))
+def as_operand(value: ir.Value, rank: int, factor: float = 1.0) -> Operand:
+    """The operand that is a value of this rank, not transposed, times a factor."""
+    return Operand(value, tuple(range(rank)), factor)
 
 
-def in_half_precision(operand: Operand, scaled: bool) -> Operand | None:
+def untransposed(value: ir.Value, rank: int) -> Operand:
+    """A value of this rank as a transpose of the first value above that is no result of a Transpose."""
+    return traced_back(as_operand(value, rank))
+
+
+def in_half_precision(operand: Operand, scaled: bool = False) -> Operand | None:
     """An operand before its cast from float16 or bfloat16; the operand itself if it has such a type; else None."""
     if operand.value.dtype in HALVES:
         return operand
@@ -67,7 +75,7 @@ def half_result(value: ir.Value) -> ir.Value | None:
     return None if cast is None or cast.outputs[0].dtype not in HALVES else cast.outputs[0]
 
 
-def traced_back(operand: Operand, scaled: bool) -> Operand:
+def traced_back(operand: Operand, scaled: bool = False) -> Operand:
     """The same operand of an earlier value: the first one above that is no result of a Transpose.
 
     If `scaled`, also no product with a constant: `factor` then includes the constants.
@@ -87,7 +95,7 @@ def traced_back(operand: Operand, scaled: bool) -> Operand:
     return operand
 
 
-def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
+def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool = False) -> Operand:
     """As `traced_back`, and through a Transpose of the last two axes between reshapes that merge leading axes.
 
     Torch's exporters transpose keys so: reshaped to three axes and back.
@@ -141,10 +149,12 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
     return None
 
 
-def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
-    """An operand's axes; None if their sizes are not known."""
+def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...]:
+    """An operand's axes. Raises NotFusedError if their sizes are not known."""
     axes = sizes.axes(operand.value)
-    return None if axes is None or len(axes) != len(operand.axes) else tuple(axes[axis] for axis in operand.axes)
+    if axes is None or len(axes) != len(operand.axes):
+        raise NotFusedError(NO_SIZES)
+    return tuple(axes[axis] for axis in operand.axes)
 
 
 def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:

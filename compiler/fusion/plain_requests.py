@@ -21,7 +21,6 @@ from splitc.compiler.fusion.sizes import Axis, Size, Sizes
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-from splitc.runtime.package.manifest import Role
 from splitc.runtime.requests.preamble import HIDING, is_causal
 
 # Requests that masks are tried with: numbers of cached tokens, and of new ones.
@@ -65,16 +64,17 @@ def find_plain(
     blanks: Collection[str],
     filled: Sequence[Filled],
     sizes: Sizes,
-    roles: Mapping[str, Role],
+    padding: Collection[str],
 ) -> Plain | None:
     """Which requests are plain; None if the masks depend on other inputs too, or may be anything but causal.
 
-    None also if such a request has entirely masked rows, by the `blanks`. The masks are tried with more tokens than any
-    constant in the graph, so that a window of any length has an effect.
+    None also if such a request has entirely masked rows, by the `blanks`. `padding` are the names of the inputs that
+    tell tokens from padding. The masks are tried with more tokens than any constant in the graph, so that a window of
+    any length has an effect.
     """
     made = [value for value in graph.outputs if value.name in masks or value.name in blanks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
-    if not masks or len(filled) != 1 or any(_kind(value, roles) != "mask" for value in ones):
+    if not masks or len(filled) != 1 or any(value.name not in padding for value in ones):
         return None
     largest, second = sorted({*_numbers(graph), 0, 1})[-1:-3:-1]
     if largest > MOST:
@@ -90,11 +90,6 @@ def find_plain(
 def is_batched(axes: Sequence[Axis] | None, batch: Size | None) -> bool:
     """Whether axes are a batch and tokens, and the batch has another symbol than that of the caches."""
     return axes is not None and len(axes) == 2 and axes[0].fixed is None and axes[0].size != batch is not None
-
-
-def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
-    role = roles.get(value.name or "")
-    return None if role is None else role.kind
 
 
 def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:

@@ -15,12 +15,13 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.frontend.reads import holds_graphs, node_reads
 from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.frontend.walks import ancestors
-from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
+from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.lengths import Filled, Lengths
 from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.fusion.sizes import Sizes, size_readers
@@ -56,35 +57,31 @@ class Preamble:
         return [value.name or "" for value in self.model.graph.outputs]
 
 
-def cut_preamble(
-    model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
-) -> Preamble:
+def cut_preamble(context: Context, lengths: Lengths, roles: Mapping[str, Role]) -> Preamble:
     """Cut off the preamble. Its results become inputs of the remaining graph, which is changed in place.
 
     Raises NotFusedError if the remaining graph would still have sizes that grow with each token. The graph then stays
     whole, though some sizes are read off other values and equal nodes are merged.
     """
-    graph, filled = model.graph, lengths.filled
-    early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
+    model, sizes, filled = context.graph.model, context.sizes, lengths.filled
+    graph = model.graph
+    inputs = [value for value in graph.inputs if value.name not in context.pasts]
+    early = _read_sizes_off_inputs(graph, inputs, lengths)
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
-    grown = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
-    grown |= {one.input for one in filled}
-    lone = _lone_masks([value for value in graph.inputs if value.name not in states], roles)
+    grown = {one.input for one in filled}
+    grown |= {v for v in early if v.is_graph_input() and not growing.isdisjoint(sizes.of(v) or ())}
+    padding = {name for name, role in roles.items() if role.kind == "mask"}
+    lone = _lone_masks(inputs, padding)
     _read_sizes_beside(lone, lengths, sizes)
-    following = _following(graph, {*grown, *lone}, early)
-    _merge_equal(graph, following, early)
-    made = _made(graph, following, early)
     try:
-        _check(made, following, graph, sizes)
+        made = _outputs(graph, {*grown, *lone}, early, sizes)
     except NotFusedError:
-        following = _following(graph, grown, early)
-        made = _made(graph, following, early)
-        _check(made, following, graph, sizes)
+        made = _outputs(graph, grown, early, sizes)
     cut = _copy(model, made)
-    batch, may_broadcast = _find_batch(cut.graph.inputs, filled, sizes, roles)
+    batch, may_broadcast = _find_batch(cut.graph.inputs, filled, sizes, padding)
     masks = find_masks(made, filled, sizes)
     blanks = find_blanks(made, masks)
-    plain = find_plain(cut.graph, masks, blanks, filled, sizes, roles)
+    plain = find_plain(cut.graph, masks, blanks, filled, sizes, padding)
     for value in made:
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:
@@ -103,7 +100,7 @@ def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
 
 
 def _find_batch(
-    inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes, roles: Mapping[str, Role]
+    inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes, masks: Collection[str]
 ) -> tuple[dict[str, int], list[str]]:
     """By name, the axes of inputs with the size of the caches' batch; and which of them may have one row for all.
 
@@ -116,37 +113,32 @@ def _find_batch(
         for place, size in enumerate(sizes.of(value) or ())
         if size in batches
     }
-    masks = [value for value in inputs if (role := roles.get(value.name or "")) is not None and role.kind == "mask"]
     others = [
         value.name or ""
-        for value in masks
-        if value.name not in known and len(batches) == 1 and is_batched(sizes.axes(value), *batches)
+        for value in inputs
+        if value.name in masks and value.name not in known and len(batches) == 1
+        if is_batched(sizes.axes(value), *batches)
     ]
     return {**known, **dict.fromkeys(others, 0)}, others
 
 
-def _read_sizes_off_inputs(
-    graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths, sizes: Sizes
-) -> set[ir.Value]:
+def _read_sizes_off_inputs(graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths) -> set[ir.Value]:
     """Read sizes off inputs where the graph reads them off hidden states, as of the batch. Returns the early values."""
     early = _find_early(graph, inputs)
     for node in list(graph):
         if is_onnx(node, "Shape") and node.inputs[0] not in early:
-            axes, writer = sizes_read(node, sizes), lengths.writer(node, *lengths.filled)
-            if axes and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+            lengths.writer(node, *lengths.filled).read_elsewhere(node, "sizes")
     return _find_early(graph, inputs)
 
 
-def _lone_masks(inputs: Sequence[ir.Value], roles: Mapping[str, Role]) -> dict[ir.Value, frozenset[str]]:
+def _lone_masks(inputs: Sequence[ir.Value], masks: Collection[str]) -> dict[ir.Value, frozenset[str]]:
     """The masks with sizes that no other kind of input has, with the symbols of these.
 
     Such a size may be that of all tokens, though the planned sizes of an empty cache do not show it.
     """
     by_value = {value: _symbols(value) for value in inputs}
-    masks = {value for value in inputs if (role := roles.get(value.name or "")) is not None and role.kind == "mask"}
-    others = frozenset[str]().union(*(symbols for value, symbols in by_value.items() if value not in masks))
-    return {value: own for value in masks if (own := by_value[value] - others)}
+    others = frozenset[str]().union(*(symbols for value, symbols in by_value.items() if value.name not in masks))
+    return {value: own for value, symbols in by_value.items() if value.name in masks and (own := symbols - others)}
 
 
 def _symbols(value: ir.Value) -> frozenset[str]:
@@ -157,26 +149,32 @@ def _read_sizes_beside(masks: Mapping[ir.Value, frozenset[str]], lengths: Length
     """Read sizes of masks, other than these symbols, off other inputs."""
     for mask, own in masks.items():
         for node in size_readers(mask):
-            axes, writer = sizes_read(node, sizes), lengths.writer(node)
-            writer = replace(writer, sources=tuple(value for value in writer.sources if value is not mask))
-            is_own = any(isinstance(axis.symbol, ir.SymbolicDim) and axis.symbol.value in own for axis in axes or ())
-            if axes and not is_own and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+            if own.isdisjoint(axis.name for axis in sizes.read_by(node) or ()):
+                writer = lengths.writer(node)
+                others = tuple(value for value in writer.sources if value is not mask)
+                replace(writer, sources=others).read_elsewhere(node, "sizes")
 
 
-def _following(graph: ir.Graph, begin: Collection[ir.Value], early: Collection[ir.Value]) -> set[ir.Value]:
-    """These values and the early ones that are computed from them."""
+def _outputs(graph: ir.Graph, begin: Collection[ir.Value], early: Collection[ir.Value], sizes: Sizes) -> list[ir.Value]:
+    """The preamble's outputs: of these values, and the early ones computed from them, those that the rest reads.
+
+    They are in the graph's order. Raises NotFusedError if one has a size that grows with each token.
+    """
     following = set(begin)
     for node in graph:
         if not following.isdisjoint(node.inputs):
             following.update(value for value in node.outputs if value in early)
-    return following
-
-
-def _made(graph: ir.Graph, following: Collection[ir.Value], early: Collection[ir.Value]) -> list[ir.Value]:
-    """The values among `following` that the remaining graph reads, in the graph's order."""
+    _merge_equal(graph, following, early)
+    kept = {axis.size for value in graph.inputs if value not in following for axis in sizes.axes(value) or ()}
     ordered = chain(graph.inputs, (value for node in graph for value in node.outputs))
-    return [value for value in ordered if value in following and _is_read_later(value, early)]
+    made = [value for value in ordered if value in following and _is_read_later(value, early)]
+    for value in made:
+        axes = sizes.axes(value)
+        if value.is_graph_input() or value.is_graph_output() or axes is None:
+            raise NotFusedError(f"'{value.name}' grows with each token, and is read by more than masks and positions")
+        if any(axis.fixed is None and axis.size not in kept for axis in axes):
+            raise NotFusedError(f"'{value.name}' grows with each token, and is not the mask of an attention")
+    return made
 
 
 def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
@@ -219,11 +217,6 @@ def _is_small(value: ir.Value) -> bool:
     return tensor is not None and tensor.nbytes <= LARGEST
 
 
-def _has(value: ir.Value, growing: Collection[tuple[int, int]], sizes: Sizes) -> bool:
-    """Whether an axis of a value has one of these sizes."""
-    return not set(sizes.of(value) or ()).isdisjoint(growing)
-
-
 def _is_read_later(value: ir.Value, early: Collection[ir.Value]) -> bool:
     """Whether a value is an output, or has a reader that is not early."""
     return value.is_graph_output() or any(
@@ -231,23 +224,12 @@ def _is_read_later(value: ir.Value, early: Collection[ir.Value]) -> bool:
     )
 
 
-def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.Graph, sizes: Sizes) -> None:
-    """Raise NotFusedError if an output of the preamble has a size that grows with each token."""
-    kept = {axis.size for value in graph.inputs if value not in following for axis in sizes.axes(value) or ()}
-    for value in made:
-        axes = sizes.axes(value)
-        if value.is_graph_input() or value.is_graph_output() or axes is None:
-            raise NotFusedError(f"'{value.name}' grows with each token, and is read by more than masks and positions")
-        if any(axis.fixed is None and axis.size not in kept for axis in axes):
-            raise NotFusedError(f"'{value.name}' grows with each token, and is not the mask of an attention")
-
-
 def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:
     """The nodes that make these values, as a model of its own."""
     graph = model.graph
-    wanted = ancestors([node for value in made if (node := value.producer()) is not None], _reads)
+    wanted = ancestors(producers(made), node_reads)
     nodes = [node for node in graph if node in wanted]
-    read = {value for node in nodes for value in _reads(node)}
+    read = {value for node in nodes for value in node_reads(node)}
     view = ir.GraphView(
         [value for value in graph.inputs if value in read],
         made,
@@ -257,10 +239,6 @@ def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:
         name=f"{graph.name}/preamble",
     )
     return ir.Model(view.clone(), ir_version=model.ir_version)
-
-
-def _reads(node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None]
 
 
 def _replace(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.frontend.walks import levels, producers
 from splitc.compiler.fusion.operand import Operand, as_operand
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.linear import einsum_labels
@@ -53,26 +55,24 @@ def is_product(node: ir.Node) -> bool:
 
 def weighs(value: ir.Value) -> bool:
     """Whether a Softmax's output is multiplied with a computed value within a few nodes."""
-    level = [value]
-    for _ in range(6):
-        readers = [node for one in level for node in readers_of(one)]
-        if any(is_product(node) for node in readers):
-            return True
+
+    def below(one: ir.Value) -> list[ir.Value]:
         ends = ("TopK", "ReduceSum", "ArgMax", "Gather")
-        level = [node.outputs[0] for node in readers if not node.domain and node.op_type not in ends]
-    return False
+        return [node.outputs[0] for node in readers_of(one) if not node.domain and node.op_type not in ends]
+
+    near = chain.from_iterable(islice(levels([value], below), 6))
+    return any(is_product(node) for one in near for node in readers_of(one))
 
 
 def comes_from_product(value: ir.Value) -> bool:
     """Whether a Softmax's input comes from a product of two computed values within a few nodes."""
-    level = [value]
-    for _ in range(10):
-        above = [node for one in level if (node := one.producer()) is not None]
-        if any(is_product(node) for node in above):
-            return True
-        passing = (node for node in above if not node.domain and node.op_type not in ("MatMul", "Gemm", "Conv"))
-        level = [one for node in passing for one in node.inputs[:2] if one]
-    return False
+
+    def above(one: ir.Value) -> list[ir.Value]:
+        node = one.producer()
+        ends = node is None or node.domain or node.op_type in ("MatMul", "Gemm", "Conv")
+        return [] if node is None or ends else [source for source in node.inputs[:2] if source is not None]
+
+    return any(is_product(node) for level in islice(levels([value], above), 10) for node in producers(level))
 
 
 def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:

@@ -18,11 +18,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, source_through, value_before
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import PASSED, VIEWS, half_result
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
-from splitc.compiler.fusion.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -72,49 +72,49 @@ def merged_heads(node: ir.Node, sizes: Sizes) -> ir.Value | None:
     return None
 
 
-def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
+def find_rotary(node: ir.Node, context: Context) -> Rotary | None:
     """The rotary embedding that ends at a node; None if there is none.
 
     Raises NotFusedError for a form that the operator does not have.
     """
     candidates: Iterator[Rotary | None]
     if node.op_type in ("Add", "Sub"):
-        candidates = (_from_sum(node, straight, crossed, sizes, tables) for straight, crossed in _sums(node))
+        candidates = (_from_sum(node, straight, crossed, context) for straight, crossed in _sums(node))
     else:
-        candidates = (_from_pairs(node, a, b, numbers, sizes, tables) for a, b, numbers in _joined_sums(node))
+        candidates = (_from_pairs(node, a, b, numbers, context) for a, b, numbers in _joined_sums(node))
     rotary = next((rotary for rotary in candidates if rotary is not None), None)
     if rotary is not None and rotary.output.dtype != rotary.data.dtype:
         raise NotFusedError("its input and its output differ in type")
-    return None if rotary is None else _with_rest(rotary, sizes, tables)
+    return None if rotary is None else _with_rest(rotary, context)
 
 
-def _with_rest(rotary: Rotary, sizes: Sizes, tables: Tables) -> Rotary:
+def _with_rest(rotary: Rotary, context: Context) -> Rotary:
     """The same rotary embedding of whole heads, if the data are a slice of them."""
-    whole = find_whole(rotary.data, rotary.output, sizes, tables)
-    own = sizes.of(rotary.data)
+    whole = find_whole(rotary.data, rotary.output, context)
+    own = context.sizes.of(rotary.data)
     if whole is None or own is None:
         return rotary
     (data, output), part = whole, own[-1][0]
-    size = (sizes.of(data) or own)[-1][0]
+    size = (context.sizes.of(data) or own)[-1][0]
     places = None if rotary.places is None else (*rotary.places, *range(part, size))
     return replace(rotary, data=data, output=output, places=places, part=part)
 
 
-def find_whole(data: ir.Value, rotated: ir.Value, sizes: Sizes, tables: Tables) -> tuple[ir.Value, ir.Value] | None:
+def find_whole(data: ir.Value, rotated: ir.Value, context: Context) -> tuple[ir.Value, ir.Value] | None:
     """The heads that `data` are a slice of, and the Concat of `rotated` with their other elements; None if not so."""
     concat = only_user(rotated, "Concat")
-    own = sizes.of(rotated)
+    own = context.sizes.of(rotated)
     if concat is None or own is None or len(concat.inputs) != 2 or concat.inputs[0] is not rotated:
         return None
     rest = concat.inputs[1]
     if rest is None or concat.attributes.get_int("axis", 0) not in (-1, len(own) - 1):
         return None
     for heads in (heads for heads in _above(data) if heads.dtype == rotated.dtype):
-        rotation = Rotation(heads, sizes, tables.known)
+        rotation = Rotation(heads, context)
         first, second = rotation.of(data), rotation.of(rest)
         if first is not None and second is not None:
             places = np.concatenate([first, second])
-            count = (sizes.of(heads) or own)[-1][0]
+            count = (context.sizes.of(heads) or own)[-1][0]
             return (heads, concat.outputs[0]) if np.array_equal(places, np.arange(1, count + 1)) else None
     return None
 
@@ -133,20 +133,20 @@ def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
     ]
 
 
-def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, tables: Tables) -> Rotary | None:
+def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, context: Context) -> Rotary | None:
     """A rotary embedding of the form x cos + rotated(x) sin; None if `crossed` is no rotation of x.
 
     Raises NotFusedError if the two elements of a pair may have different cosines or sines.
     """
     (data, cosines), (rotated, sines) = straight, crossed
     source = _uncast(data)
-    places = Rotation(source, sizes, tables.known).of(rotated)
+    places = Rotation(source, context).of(rotated)
     if places is None:
         return None
     interleaved = _is_interleaved(-places if node.op_type == "Sub" else places)
     if interleaved is None:
         return None
-    if not (tables.agree(cosines, interleaved) and tables.agree(sines, interleaved)):
+    if not (context.tables.agree(cosines, interleaved) and context.tables.agree(sines, interleaved)):
         raise NotFusedError("its tables may have different cosines or sines for the two elements of a pair")
     return Rotary(source, cosines, sines, interleaved, half_result(node.outputs[0]) or node.outputs[0])
 
@@ -184,20 +184,18 @@ def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tup
                 yield a, b, (cosines, sines)
 
 
-def _from_pairs(
-    node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, sizes: Sizes, tables: Tables
-) -> Rotary | None:
+def _from_pairs(node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, context: Context) -> Rotary | None:
     """A rotary embedding of the form with both elements of each pair computed separately; None if there is none.
 
     Raises NotFusedError if it is no rotation of all elements.
     """
     # The operator takes at most four axes. Pairs with an axis of their own are a Reshape of such data.
-    for data in (data for data in map(_uncast, _above(a)) if len(sizes.of(data) or ()) <= 4):
-        rotation, joined = Rotation(data, sizes, tables.known), _flat(node, data, sizes)
+    for data in (data for data in map(_uncast, _above(a)) if len(context.sizes.of(data) or ()) <= 4):
+        rotation, joined = Rotation(data, context), _flat(node, data, context.sizes)
         first, second = rotation.along_pairs(a), rotation.along_pairs(b)
         if joined is None or first is None or second is None:
             continue
-        thin = len(sizes.of(a) or ()) > len(sizes.of(data) or ())
+        thin = len(context.sizes.of(a) or ()) > len(context.sizes.of(data) or ())
         output, interleaved = joined
         order = np.stack([first, second], -1).reshape(-1) if interleaved else np.concatenate([first, second])
         if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):

@@ -8,20 +8,19 @@ one. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Axes
-from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, as_operand, traced_back
-from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
+from splitc.compiler.fusion.kernels import check_type
+from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, untransposed
+from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -30,67 +29,79 @@ from splitc.compiler.nodes import settings_of
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
-def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
+def fuse_rotary(last: ir.Node, context: Context) -> str | None:
+    """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
+    if (place := pairs_among(last)) is not None:
+        check_type(last.outputs[0], context.gains.parts)
+        return OPERATOR if _write_among(last, place, context) else None
+    if not looks_rotary(last):
+        return None
+    if (pairs := merged_heads(last, context.sizes)) is not None:
+        _write_heads(pairs, context)
+    rotary = find_rotary(last, context)
+    if rotary is None:
+        return None
+    check_type(rotary.data, context.gains.parts)
+    write_rotary(rotary, context)
+    return OPERATOR
+
+
+def _write_among(concat: ir.Node, place: int, context: Context) -> bool:
     """Replace inputs `place` and `place` + 1 of a Concat, the two elements of rotated pairs, by the operator, in place.
 
     Returns whether they are rotated pairs. Raises NotFusedError as `find_rotary` and `write_rotary`.
     """
-    output, parts = concat.outputs[0], list(concat.inputs)
-    axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
-    pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
-    if axes is None or any(own is None or own[axis].fixed is None for own in pair):
-        raise NotFusedError("the shape of the Concat that it is part of is not known")
-    count = sum(own[axis].fixed or 0 for own in pair if own is not None)
+    output, parts, axis = concat.outputs[0], list(concat.inputs), concat.attributes.get_int("axis", 0)
+    axes = context.sizes.known(output, "the Concat that it is part of")
+    pair = [value for value in parts[place : place + 2] if value is not None]
     joined_axes = list(axes)
-    joined_axes[axis] = fixed_axis(count)
-    work = Writer.of(output, (), editor, sizes)
+    joined_axes[axis] = fixed_axis(sum(context.sizes.fixed_parts(pair, axis)))
+    work = Writer.of(output, context)
     made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
     parts[place : place + 2] = [made]
     whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
     with work.undone_if_refused():
-        rotary = find_rotary(producer_of(made), sizes, tables)
+        rotary = find_rotary(producer_of(made), context)
         if rotary is None or rotary.output not in (made, whole_again):
             work.undo()
             return False
-        rotated = write_rotary(rotary, editor, sizes, tables)
+        rotated = write_rotary(rotary, context)
     work.take_place(rotated if rotary.output is whole_again else whole_again, output)
     return True
 
 
-def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> ir.Value:
+def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
     """Replace a rotary embedding by the operator, in place. Returns its result.
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    sources = (rotary.data, rotary.cosines, *editor.graph.inputs)
-    work, own = Writer.of(rotary.output, sources, editor, sizes), sizes.axes(rotary.data)
+    sizes = context.sizes
+    work = Writer.of(rotary.output, context, rotary.data, rotary.cosines, *context.editor.graph.inputs)
+    own = sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
         raise NotFusedError("its input does not have three or four axes, the last of a fixed size")
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no known value has one of its dynamic sizes")
-    differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
-    if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
+    if any(map(frame.differs, frame.tables)) and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no axis of an input has the length of its tables")
-    data = behind_split(rotary.data, editor, sizes)
+    data = behind_split(rotary.data, context)
     rotary, work = replace(rotary, data=data), replace(work, sources=(data, *work.sources[1:]))
     if rotary.places is not None:
-        places = editor.numbers(*rotary.places)
+        places = work.editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
-        batch = work.reshape(rotary.data, frame.axes, "batch_of_one")
-        made = work.reshape(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
-    else:
-        made = _written(rotary, frame, work, tables)
+        rotary = replace(rotary, data=work.reshape(rotary.data, frame.axes, "batch_of_one"))
+    made = work.reshape(_Writing(rotary, frame, work, context.tables).written(), own, "rotated_data")
     work.take_place(made, rotary.output)
     return made
 
 
-def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
+def _write_heads(pairs: ir.Value, context: Context) -> None:
     """Insert heads [..., heads, 2 x pairs] between merged heads and pairs [..., heads, pairs, 2], by two Reshapes."""
     source = producer_of(pairs).inputs[0]
     assert source is not None
-    work = Writer.of(pairs, (source, *editor.graph.inputs), editor, sizes)
+    work = Writer.of(pairs, context, source, *context.editor.graph.inputs)
     own = work.axes(pairs)
     heads = work.reshape(source, [*own[:3], joined(own[3:])], "heads")
     work.take_place(work.reshape(heads, own, "pairs"), pairs)
@@ -100,25 +111,33 @@ def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
 class _Frame:
     """The data's four axes. The first is the batch, the last the head size; `length` is the index of that of positions.
 
-    `rows` are the axes along which the tables vary: positions, and perhaps the batch.
+    `rows` are the axes along which the tables vary: positions, and perhaps the batch. `tables` are the axes of the
+    cosines and of the sines.
     """
 
-    axes: tuple[Axis, ...]
+    axes: Axes
     length: int
-    rows: tuple[Axis, ...]
+    rows: Axes
+    tables: tuple[Axes, Axes]
 
     @property
     def heads(self) -> Axis:
         return self.axes[3 - self.length]
 
+    def differs(self, table: Axes) -> bool:
+        """Whether a table may have other rows than the data: in some requests, one row for all positions."""
+        pairs = zip(_four(table)[:-1], self.axes[:-1], strict=True)
+        return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
+
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     """The axes of a rotary embedding. Raises NotFusedError if the operator does not take data or tables like these."""
-    tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
-    padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
-    if len(padded) < 2 or padded[0] != padded[1]:
-        raise NotFusedError("the shapes of its tables (cosines and sines) are not known, or differ")
-    table, count = padded[0], (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
+    known = (sizes.known(table, "its tables (cosines and sines)") for table in (rotary.cosines, rotary.sines))
+    cosines, sines = (own[:-1] if rotary.thin else own for own in known)
+    table, other = ([axis.size for axis in _four(own)] for own in (cosines, sines))
+    if table != other:
+        raise NotFusedError("its tables (cosines and sines) differ in shape")
+    count = (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
     if table[-1] != (count, count) or any(
         size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
     ):
@@ -127,39 +146,11 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     if len(places) != 1:
         raise NotFusedError("its tables vary by position and by head, or by neither")
     # A dynamic first axis of a table may be the batch, even if it has one element where sizes are planned.
-    changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
-    frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))
+    changes = any(len(own) == 4 and own[0].fixed != 1 for own in (cosines, sines))
+    frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]), (cosines, sines))
     if frame.heads.fixed is None:
         raise NotFusedError("its number of heads is dynamic")
     return frame
-
-
-def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
-    traced = traced_back(as_operand(rotary.data, 4), scaled=False)
-    by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
-    if not by_rows:
-        return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
-    order = SWAP_HEADS if frame.length == 2 else as_operand(rotary.data, 4).axes
-    data = traced.value if traced.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
-    axes = [frame.axes[place] for place in order]
-    first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
-    flat = (*first, joined(axes[2:]))
-    made = _rotated(work.reshape(data, flat, "rows"), flat, rotary, frame, work, tables)
-    return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
-
-
-def _rotated(
-    data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
-) -> ir.Value:
-    """Add the operator, for data in a layout that it takes. Returns its result."""
-    first = work.editor.numbers(0)
-    cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
-    sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
-    how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
-    if rotary.part is not None:
-        how["rotary_embedding_dim"] = rotary.part
-    return work.add("rotary", OPERATOR, [data, first, cosines, sines], data, axes, domain=DOMAIN, **how)
 
 
 def _inputs(work: Writer) -> tuple[ir.Value, ...]:
@@ -167,21 +158,65 @@ def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
-def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
-    """A table's axes, without the last one if the table is `thin`."""
-    axes = sizes.axes(table)
-    return axes[:-1] if axes is not None and rotary.thin else axes
-
-
 def _four(table: Axes) -> Axes:
     """A table's axes, broadcast to four."""
     return (*[fixed_axis(1)] * (4 - len(table)), *table)
 
 
-def _differ(table: Axes, frame: _Frame) -> bool:
-    """Whether a table's rows may not be those of the data: in some requests it may have one row for all positions."""
-    pairs = zip(_four(table)[:-1], frame.axes[:-1], strict=True)
-    return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
+@dataclass(frozen=True)
+class _Writing:
+    """Adds the operator for a rotary embedding, and what brings its data and tables into layouts that it takes."""
+
+    rotary: Rotary
+    frame: _Frame
+    work: Writer
+    tables: Tables
+
+    def written(self) -> ir.Value:
+        """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
+        data, frame, work = self.rotary.data, self.frame, self.work
+        traced = untransposed(data, 4)
+        by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
+        if not by_rows:
+            return self._rotated(data, frame.axes)
+        order = SWAP_HEADS if frame.length == 2 else as_operand(data, 4).axes
+        data = traced.value if traced.axes == order else work.transpose(Operand(data, order), "rows_first")
+        axes = [frame.axes[place] for place in order]
+        first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
+        flat = (*first, joined(axes[2:]))
+        made = self._rotated(work.reshape(data, flat, "rows"), flat)
+        return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
+
+    def _rotated(self, data: ir.Value, axes: Axes) -> ir.Value:
+        """Add the operator, for data in a layout that it takes. Returns its result."""
+        rotary, work, (cosines, sines) = self.rotary, self.work, self.frame.tables
+        first = work.editor.numbers(0)
+        tables = self._rows(rotary.cosines, cosines, "cosines"), self._rows(rotary.sines, sines, "sines")
+        how = {"interleaved": int(rotary.interleaved), "num_heads": self.frame.heads.fixed}
+        if rotary.part is not None:
+            how["rotary_embedding_dim"] = rotary.part
+        return work.add("rotary", OPERATOR, [data, first, *tables], data, axes, domain=DOMAIN, **how)
+
+    def _rows(self, table: ir.Value, own: Axes, role: str) -> ir.Value:
+        """A table with these axes as [rows, pairs], in the data's type. It is made once, for all layers."""
+        rotary, frame, rows = self.rotary, self.frame, self.tables.rows
+        if not frame.differs(own):
+            names = (axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
+            self.tables.uncompared.update(names)
+        key = (table, rotary.interleaved, rotary.data.dtype)
+        if key in rows:
+            return rows[key]
+        at, sources = self.tables.node_after(table), _inputs(self.work)
+        work = replace(self.work, at=at, name=table.name or role, sources=sources)
+        made = work.reshape(table, own, f"{role}_flat")
+        pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
+        if not rotary.by_pairs:
+            indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
+            chosen = work.editor.constant(indices)
+            made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
+        made = _by_rows(made, pairs, role, frame, work)
+        rows[key] = work.cast(made, rotary.data, f"{role}_cast")
+        return rows[key]
 
 
 def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
@@ -192,7 +227,7 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     `uncompared`.
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
-    if not _differ(own, frame):
+    if not frame.differs(own):
         return work.reshape(table, flat, role)
     four = _four(own)
     table = work.reshape(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
@@ -205,101 +240,62 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     return work.add(role, "Reshape", [table, as_many], table, flat)
 
 
-def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """A table as [rows, pairs], in the data's type. It is made once, for all layers."""
-    own = _table_axes(table, rotary, work.sizes) or ()
-    if not _differ(own, frame):
-        tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
-    key = (table, rotary.interleaved, rotary.data.dtype)
-    if key in tables.rows:
-        return tables.rows[key]
-    work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    made = work.reshape(table, own, f"{role}_flat")
-    pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
-    if not rotary.by_pairs:
-        indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
-        chosen = work.editor.constant(indices)
-        made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
-    made = _by_rows(made, pairs, role, frame, work)
-    if made.dtype != rotary.data.dtype:
-        made = work.cast(made, rotary.data, f"{role}_cast")
-    tables.rows[key] = made
-    return made
-
-
-@dataclass(frozen=True)
-class MovedRotary:
-    """An ONNX RotaryEmbedding that can be moved before a Slice or a Transpose: then it takes `data`.
-
-    `part` is how many of each head's first elements are rotated; None for all of them.
-    """
-
-    data: ir.Value
-    output: ir.Value
-    part: int | None
-
-
-def find_moved(node: ir.Node, sizes: Sizes, tables: Tables) -> MovedRotary | None:
-    """The move of an ONNX RotaryEmbedding before the Slice or Transpose of its heads; None if there is none.
+def move_rotary(node: ir.Node, context: Context) -> str | None:
+    """Move ONNX's RotaryEmbedding before the Slice or Transpose of its heads. Returns it; None if it stays.
 
     The operator takes part of a head, and either layout. Behind it, attention may absorb the Transpose.
     """
-    data, output = node.inputs[0], node.outputs[0]
-    own = None if data is None else sizes.axes(data)
+    data, output, part = node.inputs[0] if is_onnx(node, OPERATOR) else None, node.outputs[0], None
+    own = None if data is None else context.sizes.axes(data)
     if data is None or own is None or len(own) != 4:
         return None
-    whole_heads = None
-    if not node.attributes.get_int("rotary_embedding_dim", 0):
-        whole_heads = find_whole(data, output, sizes, tables)
-    if whole_heads is not None:
-        return MovedRotary(*whole_heads, own[3].fixed)
-    if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
+    if not node.attributes.get_int("rotary_embedding_dim", 0) and (whole := find_whole(data, output, context)):
+        (data, output), part = whole, own[3].fixed
+    elif not _is_turned(data) or made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
-    return (
-        MovedRotary(data, output, None) if traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
-    )
-
-
-def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes) -> None:
-    """Replace the operator, in place, by one that takes whole heads, before their Transpose.
-
-    Raises NotFusedError if sizes are not known.
-    """
-    output, own = moved.output, sizes.axes(moved.data)
-    if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
+    check_type(data, context.gains.parts)
+    own = context.sizes.known(data, "its heads")
+    if own[1].fixed is None or own[3].fixed is None:
         raise NotFusedError("its number of heads is dynamic")
-    data = behind_split(moved.data, editor, sizes)
-    work = Writer.of(output, (data,), editor, sizes)
+    data = behind_split(data, context)
+    work = Writer.of(output, context, data)
     how = {**settings_of(node), "num_heads": own[1].fixed}
-    if moved.part is not None:
-        how["rotary_embedding_dim"] = moved.part
-    traced = traced_back(as_operand(data, 4), scaled=False)
-    if traced.axes == SWAP_HEADS:
-        data, own = traced.value, work.axes(traced.value)
-        work = replace(work, sources=(data,))
+    if part is not None:
+        how["rotary_embedding_dim"] = part
+    is_turned = _is_turned(data)
+    if is_turned:
+        data = untransposed(data, 4).value
+        own, work = work.axes(data), replace(work, sources=(data,))
         data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
-    if traced.axes == SWAP_HEADS:
+    if is_turned:
         made = work.transpose(Operand(work.reshape(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
+    return OPERATOR
 
 
-def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
+def _is_turned(data: ir.Value) -> bool:
+    """Whether data [batch, heads, length, size] are the transpose of [batch, length, heads, size]."""
+    return untransposed(data, 4).axes == SWAP_HEADS
+
+
+def behind_split(value: ir.Value, context: Context) -> ir.Value:
     """Move a Transpose from before a Split to behind it, in place. Returns the new value of the part `value`.
 
     Any other value is returned as it is.
     """
-    node, own = made_by(value, "Split"), sizes.axes(value)
+    sizes, node = context.sizes, made_by(value, "Split")
+    own = sizes.axes(value)
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
-    traced = traced_back(as_operand(source, len(own)), scaled=False)
+    traced = untransposed(source, len(own))
     axes = [sizes.axes(part) for part in node.outputs]
     if traced.is_value or sizes.axes(traced.value) is None or None in axes:
         return value
     how = {**settings_of(node), "axis": traced.axes[node.attributes.get_int("axis", 0)]}
     split = ir.node("Split", [traced.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
-    work = Writer(node, value.name or "", (), editor, sizes)
+    work = Writer(node, value.name or "", (), context.editor, sizes)
     work.insert(split)
     moved = []
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):

@@ -10,9 +10,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import constant_numbers
+from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
-from splitc.compiler.fusion.sizes import Sizes
-from splitc.runtime.arrays.array import Array
 
 Places = npt.NDArray[np.int64]
 # The most nodes that are traced back. A choice: exporters write a rotation with up to a dozen.
@@ -23,12 +22,11 @@ FARTHEST = 32
 class Rotation:
     """Says where the elements along the last axis of `data` are in values computed from it. Other axes have to stay.
 
-    Elements are numbered from 1: -n is the negated nth one. `known` are the results of shape arithmetic, by name.
+    Elements are numbered from 1: -n is the negated nth one.
     """
 
     data: ir.Value
-    sizes: Sizes
-    known: Mapping[str, Array]
+    context: Context
 
     def of(self, value: ir.Value) -> Places | None:
         """The elements along a value's last axis, as numbers of the data's; None if it holds anything else."""
@@ -42,7 +40,7 @@ class Rotation:
         return None if places is None or (places.ndim != 1 and not is_thin) else places.reshape(-1)
 
     def _of(self, value: ir.Value, left: int) -> Places | None:
-        sizes, own = self.sizes.of(self.data), self.sizes.of(value)
+        sizes, own = self.context.sizes.of(self.data), self.context.sizes.of(value)
         if sizes is None or own is None or own[: len(sizes) - 1] != sizes[:-1] or sizes[-1][0] != sizes[-1][1]:
             return None
         inner = tuple(size for size, _ in own[len(sizes) - 1 :])
@@ -55,7 +53,7 @@ class Rotation:
         read = [self._of(source, left - 1) for source in self._sources(node)]
         if any(places is None for places in read):
             return None
-        step = _Step(self, node, value, len(sizes) - 1, inner)
+        step = _Step(self.context, node, value, len(sizes) - 1, inner)
         made = rule(step, [places for places in read if places is not None])
         return made if made is not None and made.shape == inner else None
 
@@ -70,7 +68,7 @@ class Rotation:
 class _Step:
     """A node that makes `value`, whose axes from number `outer` on have the sizes `inner`."""
 
-    rotation: Rotation
+    context: Context
     node: ir.Node
     value: ir.Value
     outer: int
@@ -81,7 +79,7 @@ class _Step:
         value = self.node.inputs[number] if number < len(self.node.inputs) else None
         if value is None or value.const_value is not None:
             return constant_numbers(value)
-        array = self.rotation.known.get(value.name or "")
+        array = self.context.tables.known.get(value.name or "")
         return None if array is None else [int(one) for one in array.reshape(-1)]
 
     def axis(self, number: int, ndim: int) -> int | None:
@@ -108,7 +106,7 @@ def _divided(step: _Step, read: list[Places]) -> Places | None:
     """One output of a Split."""
     axis = step.axis(step.node.attributes.get_int("axis", 0), read[0].ndim)
     number = step.node.outputs.index(step.value)
-    before = [step.rotation.sizes.of(value) for value in step.node.outputs[:number]]
+    before = [step.context.sizes.of(value) for value in step.node.outputs[:number]]
     if axis is None or any(sizes is None for sizes in before):
         return None
     start = sum(sizes[step.outer + axis][0] for sizes in before if sizes is not None)
@@ -132,7 +130,7 @@ def _sliced(step: _Step, read: list[Places]) -> Places | None:
 
 def _gathered(step: _Step, read: list[Places]) -> Places | None:
     axis, indices = step.axis(step.node.attributes.get_int("axis", 0), read[0].ndim), step.integers(1)
-    shape = None if step.node.inputs[1] is None else step.rotation.sizes.of(step.node.inputs[1])
+    shape = None if step.node.inputs[1] is None else step.context.sizes.of(step.node.inputs[1])
     if axis is None or indices is None or shape is None or not all(i < read[0].shape[axis] for i in indices):
         return None
     return read[0].take(indices if shape else indices[0], axis)

@@ -6,40 +6,35 @@ copies of the cache for each token. ScatterElements writes along any axis.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
+from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.operand import Operand, traced_back
-from splitc.compiler.fusion.sizes import Sizes, fixed_axis
+from splitc.compiler.fusion.sizes import fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "ScatterElements"
 
 
-@dataclass(frozen=True)
-class Scattered:
-    """A cache: `present` is `past` with `rows` written along `axis`, at the `indices` [rows, 1]."""
-
-    past: ir.Value
-    indices: ir.Value
-    rows: Operand
-    axis: int
-    present: ir.Value
+def is_assignment(node: ir.Node) -> bool:
+    """Whether a node is a ScatterND that overwrites elements."""
+    return is_onnx(node, "ScatterND") and node.attributes.get_string("reduction", "none") == "none"
 
 
-def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
-    """The cache that a ScatterND writes between transposes; None if it is none of `states`, names of inputs."""
-    if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
+def fuse_scattered(node: ir.Node, context: Context) -> str | None:
+    """Write a cache by index without transposing it. Returns the operator; None if the node writes no cache.
+
+    Raises NotFusedError if the operator can't express the ScatterND; then nothing is changed.
+    """
+    if not context.gains.scattered or not is_assignment(node):
         return None
-    data, indices, rows = node.inputs
+    data, places, rows = node.inputs
     turn = made_by(data, "Transpose")
     back = only_user(node.outputs[0], "Transpose")
-    if data is None or indices is None or rows is None or turn is None or back is None:
+    if data is None or places is None or rows is None or turn is None or back is None:
         return None
     if only_user(data, node.op_type) is not node:
         return None
@@ -47,27 +42,20 @@ def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
     past, present = turn.inputs[0], back.outputs[0]
     if not order or [order[axis] for axis in last] != list(range(len(order))):
         return None
-    if past is None or not past.is_graph_input() or past.name not in states or not present.is_graph_output():
+    if past is None or not past.is_graph_input() or past.name not in context.pasts or not present.is_graph_output():
         return None
-    return Scattered(past, indices, Operand(rows, tuple(last)), order[0], present)
-
-
-def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
-    """Replace the nodes by ScatterElements, in place.
-
-    Raises NotFusedError if it can't express them; then nothing is changed.
-    """
-    past, present = scattered.past, scattered.present
-    axes, places = sizes.axes(past), sizes.axes(scattered.indices)
-    if axes is None or places is None or sizes.axes(scattered.rows.value) is None:
+    check_type(past, context.gains.scattered)
+    sizes, along = context.sizes, order[0]
+    axes, listed = sizes.axes(past), sizes.axes(places)
+    if axes is None or listed is None or sizes.axes(rows) is None:
         raise NotFusedError("the shape of its cache is not known")
-    if len(places) != 2 or places[1].fixed != 1:
+    if len(listed) != 2 or listed[1].fixed != 1:
         raise NotFusedError("its cache is written along several axes")
-    own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
-    work = Writer.of(present, (past, scattered.indices), editor, sizes)
+    written = [listed[0] if axis == along else size for axis, size in enumerate(axes)]
+    thin = [listed[0] if axis == along else fixed_axis(1) for axis in range(len(axes))]
+    work = Writer.of(present, context, past, places)
     with work.undone_if_refused():
-        rows = work.transpose(traced_back(scattered.rows, scaled=False), "rows")
-        listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
-        indices = work.expand(work.reshape(scattered.indices, listed, "places"), own, "indices")
-    made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
-    work.take_place(made, present)
+        turned = work.transpose(traced_back(Operand(rows, tuple(last))), "rows")
+        indices = work.expand(work.reshape(places, thin, "places"), written, "indices")
+    work.take_place(work.add("written", OPERATOR, [past, indices, turned], past, axes, axis=along), present)
+    return OPERATOR

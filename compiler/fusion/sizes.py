@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.request.shapes import Shape
 
 # A size with the planned inputs, and with probe sizes.
@@ -37,6 +39,13 @@ class Axis:
         """The symbol of its size in the graph; None if it has none."""
         name = self.symbol.value if isinstance(self.symbol, ir.SymbolicDim) else self.symbol
         return None if name is None else str(name)
+
+    @property
+    def entry(self) -> int | ir.SymbolicDim | None:
+        """Its size in any request, as a number or a symbol; None if that is not known."""
+        if self.fixed is not None:
+            return self.fixed
+        return None if isinstance(self.symbol, ir.SymbolicDim) and self.symbol.value is None else self.symbol
 
     def is_same(self, other: Axis) -> bool:
         """Whether both axes have the same size in all requests, by their symbol or number in the graph."""
@@ -62,9 +71,9 @@ def joined(axes: Iterable[Axis]) -> Axis:
     fixed = [axis.fixed for axis in kept]
     if None not in fixed:
         return fixed_axis(math.prod(number for number in fixed if number is not None))
-    symbols = [axis.symbol if axis.fixed is None else axis.fixed for axis in kept]
-    is_named = None not in symbols
-    return Axis(product_of(axis.size for axis in kept), functools.reduce(operator.mul, symbols) if is_named else None)
+    entries = [axis.entry for axis in kept]
+    symbol = None if None in entries else functools.reduce(operator.mul, entries)
+    return Axis(product_of(axis.size for axis in kept), symbol)
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
@@ -115,6 +124,24 @@ class Sizes:
             axes.append(Axis(size, symbol, size[0] if known and size[0] == size[1] else None))
         return tuple(axes)
 
+    def known(self, value: ir.Value, what: str) -> tuple[Axis, ...]:
+        """A value's axes. Raises NotFusedError, which says `what` the value is, if their sizes are not known."""
+        if (axes := self.axes(value)) is None:
+            raise NotFusedError(f"the shape of {what} is not known")
+        return axes
+
+    def fixed_parts(self, parts: Sequence[ir.Value], axis: int) -> list[int]:
+        """The sizes of a Split's parts along an axis. Raises NotFusedError if they are not fixed."""
+        sizes = [fixed for part in parts if (fixed := self.known(part, "its parts")[axis].fixed) is not None]
+        if len(sizes) < len(parts):
+            raise NotFusedError("the sizes of its parts are dynamic")
+        return sizes
+
+    def read_by(self, node: ir.Node) -> list[Axis] | None:
+        """The axes whose sizes a Shape returns; None if they are not known."""
+        axes = None if node.inputs[0] is None else self.axes(node.inputs[0])
+        return None if axes is None else given_sizes(node, axes)
+
     def put(self, value: ir.Value, axes: Iterable[Axis]) -> None:
         """Set the axes of a new value."""
         axes = tuple(axes)
@@ -128,6 +155,6 @@ def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}
 
 
-def size_readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value's sizes."""
-    return [node for node, _ in value.uses() if is_onnx(node, "Shape")]
+def size_readers(*values: ir.Value) -> list[ir.Node]:
+    """The nodes that read sizes of these values."""
+    return [node for value in values for node, _ in value.uses() if is_onnx(node, "Shape")]

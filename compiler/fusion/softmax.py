@@ -41,21 +41,16 @@ def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
 def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
     """A decomposed Softmax that ends at a Div; None if there is none."""
     exponential, total = node.inputs
-    if exponential is None or total is None:
+    scores, summed = value_before(exponential, "Exp"), _reduction(total, "ReduceSum", exponential)
+    if scores is None or exponential is None or summed is None:
         return None
-    scores, total_node = value_before(exponential, "Exp"), _reduction(total)
-    if scores is None or total_node is None:
-        return None
-    if total_node.op_type != "ReduceSum" or total_node.inputs[0] is not exponential:
-        return None
-    return Softmax(name, scores, node.outputs[0], is_over_last(total_node, rank_of(exponential)))
+    return Softmax(name, scores, node.outputs[0], is_over_last(summed, rank_of(exponential)))
 
 
 def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
     """Whether a value is the maximum of each row of scores: subtracting it does not change the Softmax."""
-    if value is None or (node := _reduction(value)) is None:
-        return False
-    return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
+    node = _reduction(value, "ReduceMax", scores)
+    return node is not None and is_over_last(node, None)
 
 
 def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
@@ -67,9 +62,9 @@ def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
     return (starts, ends, *steps) in ((0, -1), (0, -1, 1)) and rank is not None and axes in (-1, rank - 1)
 
 
-def _reduction(value: ir.Value) -> ir.Node | None:
-    """The reduction that a value with one number for each row comes from; None if there is none."""
-    node, rank = value.producer(), None
+def _reduction(value: ir.Value | None, operator: str, data: ir.Value | None) -> ir.Node | None:
+    """The reduction of these data that a value with one number for each row comes from; None if there is none."""
+    node, rank = None if value is None else value.producer(), None
     while node is not None and not node.domain and not node.op_type.startswith("Reduce"):
         source = node.inputs[0] if node.op_type in _SPREADS else None
         if node.op_type == "Max" and constant(node.inputs[0]) is not None:
@@ -80,9 +75,9 @@ def _reduction(value: ir.Value) -> ir.Node | None:
                 return None
             rank = len(shape)
         node = None if source is None else source.producer()
-    if node is None or node.domain or node.inputs[0] is None:
+    if not is_onnx(node, operator) or data is None or node.inputs[0] is not data:
         return None
-    keeps, shape = node.attributes.get_int("keepdims", 1), node.inputs[0].shape
+    keeps, shape = node.attributes.get_int("keepdims", 1), data.shape
     fits = (rank is None and keeps) or (shape is not None and len(shape) == rank)
     return node if fits else None
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.node_key import node_key
-from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.norm import OPERATORS, with_axis_last
 from splitc.compiler.fusion.operand import Operand
-from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
@@ -31,18 +29,11 @@ APPLIED = ("Mul", "Add")
 
 @dataclass(frozen=True)
 class SplitNorms:
-    """A Split, the `norms` of its parts in order, and the `output` of the Concat of their results."""
+    """A Split of `data`, and the `norms` of its parts in order."""
 
     split: ir.Node
+    data: ir.Value
     norms: tuple[ir.Node, ...]
-    output: ir.Value
-
-    @property
-    def data(self) -> ir.Value:
-        """The input of the Split."""
-        data = self.split.inputs[0]
-        assert data is not None, "a Split has data"
-        return data
 
 
 def find_split_norms(concat: ir.Node) -> SplitNorms | None:
@@ -55,11 +46,11 @@ def find_split_norms(concat: ir.Node) -> SplitNorms | None:
         return None
     split = made_by(first.inputs[0], "Split")
     alike = [norm for norm in norms if norm is not None and _is_alike(norm, first)]
-    if split is None or len(alike) != len(norms):
+    data = None if split is None else split.inputs[0]
+    if split is None or data is None or len(alike) != len(norms):
         return None
-    if [norm.inputs[0] for norm in alike] != list(split.outputs):
-        return None
-    return SplitNorms(split, tuple(alike), concat.outputs[0])
+    in_order = [norm.inputs[0] for norm in alike] == list(split.outputs)
+    return SplitNorms(split, data, tuple(alike)) if in_order else None
 
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
@@ -70,34 +61,32 @@ def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
     return is_same and given and is_read_once and not any(value.uses() for value in norm.outputs[1:])
 
 
-def write_split_norms(group: SplitNorms, editor: Editor, sizes: Sizes) -> None:
-    """Replace the norms by one, in place.
+def fuse_split_norms(concat: ir.Node, context: Context) -> str | None:
+    """Fuse the norms of all parts of a Split, whose results a Concat joins. Returns their operator, or None.
 
     Raises NotFusedError if one norm can't compute the same; then nothing is changed.
     """
-    at, first = producer_of(group.output), group.norms[0]
-    axes, columns = sizes.axes(group.data), [sizes.axes(part) for part in group.split.outputs]
-    if axes is None or any(own is None for own in columns):
-        raise NotFusedError("the sizes of its parts are not known")
-    rank = len(axes)
+    group = find_split_norms(concat)
+    if group is None:
+        return None
+    first, rank = group.norms[0], len(context.sizes.known(group.data, "its input"))
     along = group.split.attributes.get_int("axis", 0) % rank
-    if at.attributes.get_int("axis", 0) % rank != along or along == rank - 1:
+    if concat.attributes.get_int("axis", 0) % rank != along or along == rank - 1:
         raise NotFusedError("its parts are concatenated along another axis than they are split, or along the last")
     if first.attributes.get_int("axis", -1) not in (-1, rank - 1):
         raise NotFusedError("it normalizes several axes")
-    counts = [count for own in columns if own is not None and (count := own[along].fixed) is not None]
-    if len(counts) < len(columns):
-        raise NotFusedError("the sizes of its parts are dynamic")
+    counts = context.sizes.fixed_parts(group.split.outputs, along)
     rows = [_rows(group, number, counts, along, rank) for number in range(1, len(first.inputs))]
-    work = Writer.of(group.output, (), editor, sizes)
-    ones = editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
+    work = Writer.of(concat.outputs[0], context)
+    ones = work.editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
     before = with_axis_last(group.data, rank, rank - 1, work)
     data, own = before.value, work.axes(before.value)
     made = work.add("norm", first.op_type, [data, ones], data, own, first.domain, **settings_of(first))
     for operator, row in zip(APPLIED, rows, strict=False):
         transposed = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
-        made = work.add(operator.lower(), operator, [made, editor.constant(transposed)], data, own)
-    work.take_place(work.transpose(Operand(made, before.axes), "norm_turned"), group.output)
+        made = work.add(operator.lower(), operator, [made, work.editor.constant(transposed)], data, own)
+    work.take_place(work.transpose(Operand(made, before.axes), "norm_turned"), concat.outputs[0])
+    return first.op_type
 
 
 def _rows(group: SplitNorms, number: int, counts: Sequence[int], along: int, rank: int) -> Array:

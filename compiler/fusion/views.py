@@ -7,18 +7,16 @@ CPU time. Masks that differ only by such nodes can then be merged.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from operator import add, mul, sub
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import ANY_END
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, value_before
-from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
@@ -26,19 +24,14 @@ from splitc.compiler.fusion.sizes import Axis, Sizes
 Entry = int | ir.SymbolicDim
 
 
-def _by_entry(combine: Callable[[Any, Any], Entry], one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
-    """Combine two lists, or a list and a number, entry by entry."""
-    count = max(len(one), len(other))
-    first, second = (list(part) * (count if len(part) == 1 else 1) for part in (one, other))
-    return [combine(*pair) for pair in zip(first, second, strict=True)]
-
-
 # How operators compute lists of sizes.
-_COMPUTE: dict[str, Callable[..., list[Entry]]] = {
-    "Gather": lambda sizes, places: [sizes[place] for place in places],
+_COMPUTE: dict[str, Callable[..., npt.NDArray[np.object_]]] = {
+    "Gather": lambda sizes, places: sizes[places.astype(int)],
     "Slice": lambda sizes, start, end, axis=(0,), step=(1,): sizes[start[0] : end[0] : step[0]],
-    "Concat": lambda *lists: list(chain(*lists)),
-    **{name: partial(_by_entry, combine) for name, combine in (("Add", add), ("Sub", sub), ("Mul", mul))},
+    "Concat": lambda *lists: np.concatenate(lists),
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
 }
 
 
@@ -99,7 +92,8 @@ def _part(node: ir.Node, source: ir.Value, axis: int, rank: int, sizes: Sizes) -
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
     bounds = [_computed(value, sizes) for value in (starts, ends, along)]
-    if any(entries is None or len(entries) != 1 for entries in bounds) or _computed(steps, sizes) not in (None, [1]):
+    is_by_one = steps is None or _computed(steps, sizes) == [1]
+    if not is_by_one or any(entries is None or len(entries) != 1 for entries in bounds):
         return None
     (start,), (end,), (place,) = (entries or [] for entries in bounds)
     return (start, end) if isinstance(place, int) and place % rank == axis else None
@@ -163,8 +157,7 @@ def _is_end(stop: Entry, axis: Axis) -> bool:
 
 def _is_size_of(size: Entry, axis: Axis) -> bool:
     """Whether a size is that of an axis in any request."""
-    own = axis.symbol if axis.fixed is None else axis.fixed
-    return isinstance(own, int | ir.SymbolicDim) and _is_equal(size, own)
+    return axis.entry is not None and _is_equal(size, axis.entry)
 
 
 def _is_equal(one: Entry, other: Entry) -> bool:
@@ -182,18 +175,17 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     if node is None or node.domain:
         return None
     if node.op_type == "Shape":
-        axes = sizes_read(node, sizes)
-        read = [axis.symbol if axis.fixed is None else axis.fixed for axis in axes or ()]
-        is_known = all(isinstance(size, int) or (isinstance(size, ir.SymbolicDim) and size.value) for size in read)
-        return read if axes is not None and is_known else None
+        axes = sizes.read_by(node)
+        entries = [axis.entry for axis in axes or () if axis.entry is not None]
+        return entries if axes is not None and len(entries) == len(axes) else None
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
-    lists = [_computed(part, sizes) for part in node.inputs]
+    lists = [_computed(part, sizes) for part in node.inputs] if node.op_type in _COMPUTE else []
     indices = lists[1:] if node.op_type in ("Gather", "Slice") else []
-    is_known = all(part is not None for part in lists) and all(
-        isinstance(n, int) for part in indices for n in part or ()
-    )
-    return _COMPUTE[node.op_type](*lists) if is_known and node.op_type in _COMPUTE else None
+    if not lists or None in lists or not all(isinstance(n, int) for part in indices for n in part or ()):
+        return None
+    made: list[Entry] = _COMPUTE[node.op_type](*(np.array(part, object) for part in lists)).tolist()
+    return made
 
 
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:

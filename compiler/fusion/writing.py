@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import take_place
-from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.fusion.context import Context
+from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
 from splitc.compiler.nodes import unused_name
@@ -44,13 +46,10 @@ class Writer:
     known: Mapping[Size, ir.Value] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        value: ir.Value, sources: Iterable[ir.Value], editor: Editor, sizes: Sizes, name: str | None = None
-    ) -> Writer:
+    def of(value: ir.Value, context: Context, *sources: ir.Value, name: str | None = None) -> Writer:
         """A writer of nodes before the one that makes a value, named after it. Sources of unknown sizes are ignored."""
-        at, known = value.producer(), tuple(source for source in sources if sizes.of(source) is not None)
-        assert at is not None
-        return Writer(at, name or value.name or "", known, editor, sizes)
+        known = tuple(source for source in sources if context.sizes.of(source) is not None)
+        return Writer(producer_of(value), name or value.name or "", known, context.editor, context.sizes)
 
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:
@@ -73,9 +72,7 @@ class Writer:
     ) -> ir.Value:
         """Add a node of one output. Returns its result, which has these axes and the type of `like`."""
         value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
-        node = value.producer()
-        assert node is not None
-        self.added.append(node)
+        self.added.append(producer_of(value))
         self.name_value(value, role, like, axes)
         return value
 
@@ -108,7 +105,9 @@ class Writer:
         return axes
 
     def cast(self, value: ir.Value, like: ir.Value, role: str) -> ir.Value:
-        """A value cast to the type of another one."""
+        """A value cast to the type of another one; the value itself if it has that type already."""
+        if value.dtype == like.dtype:
+            return value
         assert like.dtype is not None
         made = self.add(role, "Cast", [value], value, self.axes(value), to=like.dtype)
         made.type = ir.TensorType(like.dtype)
@@ -158,6 +157,17 @@ class Writer:
     def has(self, axis: Axis) -> bool:
         """Whether an axis' size is fixed, known, or can be read from a source."""
         return axis.fixed is not None or axis.size in self.known or self._source(axis) is not None
+
+    def can_read_elsewhere(self, shape: ir.Node) -> bool:
+        """Whether the sizes that a Shape returns can be read off the sources, and are no output of the model."""
+        axes = self.sizes.read_by(shape)
+        return axes is not None and all(map(self.has, axes)) and not shape.outputs[0].is_graph_output()
+
+    def read_elsewhere(self, shape: ir.Node, role: str) -> None:
+        """Make readers of a Shape read the same sizes off the sources, where that is possible."""
+        if self.can_read_elsewhere(shape):
+            made = replace(self, at=shape).list_of(self.sizes.read_by(shape) or (), role)
+            shape.outputs[0].replace_all_uses_with(made)
 
     def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
         """A one-dimensional int64 value of sizes; a constant if all are fixed.

@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.fusion.grouped import BIAS, BY_ROWS, SINKS
+from splitc.compiler.fusion.grouped import BIAS, SINKS
 from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.fusion.operand import SWAP_HEADS
 
 # LatentAttention's queries of shared keys.
 SHARED_QUERY = 7
@@ -108,11 +109,11 @@ class Attention:
         return b.shaped(self.by_heads(query, self.heads, b), 0, self.kv_heads, -1, 0)
 
     def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
-        return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=BY_ROWS)
+        return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=SWAP_HEADS)
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
         """Reshape [batch, key heads, rows, size] to the operator's output, [batch, length, heads x size]."""
-        return b.shaped(b.one("Transpose", b.shaped(made, 0, self.heads, -1, 0), perm=BY_ROWS), 0, 0, -1)
+        return b.shaped(b.one("Transpose", b.shaped(made, 0, self.heads, -1, 0), perm=SWAP_HEADS), 0, 0, -1)
 
     def attend(
         self,

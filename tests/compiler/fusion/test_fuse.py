@@ -369,6 +369,33 @@ def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("read", ["scores", "weights", "y"])
+def test_sizes_of_scores_may_be_an_output(tmp_path: Path, read: str) -> None:
+    """Planning crashed on it: the Shape that the model returns can't be replaced."""
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 17]>
+        attention (float[batch, 4, length, 8] q, float[batch, 4, all, 8] k, float[batch, 4, all, 8] v)
+            => (float[batch, 4, length, 8] y, int64[4] sizes)
+        {{
+            t = Transpose <perm = [0, 1, 3, 2]> (k)
+            scores = MatMul (q, t)
+            weights = Softmax <axis = -1> (scores)
+            y = MatMul (weights, v)
+            sizes = Shape ({read})
+        }}
+    """)
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 7, 8), "v": (2, 4, 7, 8)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [outcome.operator for outcome in made.outcomes] == ["MultiHeadAttention" if read == "y" else None]
+    given = {name: np.random.default_rng(0).random(shape, np.float32) for name, shape in shapes.items()}
+    for actual, expected in zip(
+        run_each(ir.to_proto(made.graph.model), [given]), run_each(model, [given]), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
+
+
 def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     """And a scale that requests may override stays where it is."""
     model = onnx.parser.parse_model("""

@@ -85,7 +85,9 @@ def _plain(
     sizes: Any = SimpleNamespace(
         axes=lambda value: axes.get(value.name), shapes={"ids": (1, 16)}, probes={"ids": (3, 13)}
     )
-    return find_plain(graph, ["mask"], [], [filled], sizes, roles)
+    return find_plain(
+        graph, ["mask"], [], [filled], sizes, [name for name, role in roles.items() if role.kind == "mask"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,11 @@ def test_names_that_inference_made_up_do_not_tell_axes_apart(one: str, other: st
         ("a = Slice (x, zero, t, one)  b = Slice (x, t, s, one)  c = Concat <axis = 1> (a, b)", True),
         ("a = Slice (x, zero, t, one)  b = Slice (x, s, end, one)  c = Concat <axis = 1> (a, b)", False),
         (
+            "k = Abs (t)  a = Slice (x, zero, two, one, k)  b = Slice (x, two, end, one, k)"
+            "  c = Concat <axis = 1> (a, b)",
+            False,
+        ),
+        (
             "a = Slice (x, zero, t, one)  b = Slice (x, t, two, one)  d = Slice (x, two, end, one)"
             "  c = Concat <axis = 1> (a, b, d)",
             False,
@@ -158,6 +163,7 @@ def test_names_that_inference_made_up_do_not_tell_axes_apart(one: str, other: st
         "at a computed size",
         "to a computed end",
         "at two computed sizes",
+        "by a computed step",
         "parts that may overlap",
     ],
 )
