@@ -20,7 +20,7 @@ from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Pin
+from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
@@ -65,10 +65,12 @@ class AxisMap:
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once for each use."""
-        for node, operation in self.operations.items():
-            for value, axes in zip(node.inputs, operation.inputs, strict=True):
-                if value is not None and value.is_initializer():
-                    yield value, axes
+        for operation in self.operations.values():
+            yield from ((value, axes) for value, axes in operation.reads() if value.is_initializer())
+
+    def weight_atoms(self) -> set[Factor]:
+        """The atoms of weights."""
+        return {atom for _, axes in self.weight_uses() for atom in ax.atoms_of(axes)}
 
 
 def find_axes(

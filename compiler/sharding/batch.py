@@ -93,8 +93,8 @@ def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
 def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
     """Whether a node's inputs and outputs together have two of these factors."""
     return any(
-        len({atom for axes in both for axis in axes or () for atom in ax.atoms(axis)}.intersection(atoms)) > 1
-        for both in ((*operation.inputs, *operation.outputs) for operation in axis_map.operations.values())
+        len({atom for axes in (*operation.inputs, *operation.outputs) for atom in ax.atoms_of(axes)} & {*atoms}) > 1
+        for operation in axis_map.operations.values()
     )
 
 
@@ -130,7 +130,7 @@ def _mixed(axis_map: AxisMap) -> set[Factor]:
     """The factors that some node sums over, takes statistics of or compares pairs of, and those of weights."""
     operations = axis_map.operations.values()
     mixed = {atom for operation in operations for atom in (*_reduced(operation), *_paired(operation))}
-    return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    return mixed | axis_map.weight_atoms()
 
 
 def _reduced(operation: Operation) -> Iterator[Factor]:
@@ -186,8 +186,8 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
             return f"{describe_node(node)}: {how}"
         if atom in _paired(operation):
             return f"{describe_node(node)}: its output has an element for each pair of them"
-        for value, axes in zip(node.inputs, operation.inputs, strict=True):
-            if value is not None and value.is_initializer() and _has(axes, atom):
+        for value, axes in operation.reads():
+            if value.is_initializer() and _has(axes, atom):
                 return f"{describe_node(node)}: its weight '{value.name}' has an entry for each of them"
         if pinned is not None and not operator_of(node).reads_shape and _loses(operation, atom):
             return f"{describe_node(node)}: {pinned.reason}"
@@ -197,18 +197,14 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
 def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> str:
     """The first node that may treat rows differently, because it reads numbers that are computed from sizes."""
     for node, operation in axis_map.operations.items():
-        numbers = (
-            axes
-            for value, axes in zip(node.inputs, operation.inputs, strict=True)
-            if value and value.producer() in made
-        )
+        numbers = (axes for value, axes in operation.reads() if value.producer() in made)
         if node not in made and any(_has(axes, atom) for axes in numbers):
             return f"{describe_node(node)}: it may treat rows differently, as it reads numbers computed from sizes"
     return "nodes compute values from sizes that may differ between rows"
 
 
 def _has(axes: Axes, atom: Factor) -> bool:
-    return any(atom in ax.atoms(axis) for axis in axes or ())
+    return atom in ax.atoms_of(axes)
 
 
 def _loses(operation: Operation, atom: Factor) -> bool:

@@ -97,7 +97,7 @@ def find_candidates(
     _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
-    given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
+    given = {atom for value in graph.graph.outputs for atom in ax.atoms_of(axis_map.axes[value])}
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
     without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
@@ -242,6 +242,5 @@ def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
         for node, operation in axis_map.operations.items()
         if not operation.is_lookup and node not in graph.constant
         for axes in operation.inputs
-        for axis in axes or ()
-        for atom in ax.atoms(axis)
+        for atom in ax.atoms_of(axes)
     }

@@ -51,9 +51,9 @@ def _island(
 ) -> Island | None:
     """A node that reads large weights, none of which is sharded, as an island; None for any other node."""
     node, weights = operation.node, set[Factor]()
-    for value, axes in zip(node.inputs, operation.inputs, strict=True):
-        if value is not None and graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
-            weights |= {atom for axis in axes or () for atom in ax.atoms(axis)}
+    for value, axes in operation.reads():
+        if graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
+            weights.update(ax.atoms_of(axes))
     if not weights or weights & set(chosen) or len(node.outputs) != 1:
         return None
     inputs = [

@@ -269,4 +269,4 @@ def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
 
 def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> frozenset[Factor]:
     """The chosen atoms among the axes."""
-    return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
+    return frozenset(atom for atom in ax.atoms_of(axes) if atom in chosen)

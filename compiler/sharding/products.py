@@ -90,8 +90,10 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates)
     axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
-    at_run_time = {atom for node in candidates for atom in _run_time_atoms(graph, axis_map, node)}
-    stored = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    read = (pair for node in candidates for pair in axis_map.operations[node].reads())
+    # These are not sliced: the inputs of products would have to be sliced too.
+    at_run_time = {atom for value, axes in read if not graph.is_constant(value) for atom in ax.atoms_of(axes)}
+    stored = axis_map.weight_atoms()
     columns = {node: _columns(axis_map, node, at_run_time, stored) for node in candidates}
     declined.update({node: factor for node, factor in columns.items() if isinstance(factor, Declined)})
     _decline_shared(readers, declined)
@@ -201,24 +203,13 @@ def _is_matrix(weight: ir.Value) -> bool:
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
-def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Factor]:
-    """The atoms of a product's non-constant inputs. They are not sliced: the inputs would have to be sliced too."""
-    pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
-    return {
-        atom
-        for value, axes in pairs
-        if value is not None and not graph.is_constant(value)
-        for axis in axes or ()
-        for atom in ax.atoms(axis)
-    }
-
-
 def _columns(
     axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor], stored: Collection[Factor]
 ) -> Factor | Declined:
     """The factor by which to slice a product's columns contiguously, or the reason why there is none.
 
-    `stored` are the factors of weights. A matrix that is filled with one number at run time has none.
+    `at_run_time` are the factors of products' computed inputs, `stored` those of weights. A matrix that is filled with
+    one number at run time has none.
     """
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []

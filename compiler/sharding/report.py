@@ -223,7 +223,7 @@ def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], 
     """The axes of weights, the one that divides the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
-        for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
+        for atom in ax.atoms_of(axes):
             reached.setdefault(atom, {})[value] = None
     sums = {candidate.atom: candidate.collectives for candidate in choice.candidates}
     sides = (side for crossing in crossings(split.axis_map) for side in crossing.sides)

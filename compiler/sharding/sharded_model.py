@@ -63,7 +63,7 @@ class ShardedModel:
     def gives(self, rank: int, value: ir.Value) -> bool:
         """Whether a rank returns its shard of an output to the caller. The first rank returns replicated outputs."""
         axes = self.axes(value)
-        present = {atom for axis in axes or () for atom in ax.atoms(axis)}
+        present = set(ax.atoms_of(axes))
         owns = (self.shards(rank).owns(axis, present=present) for axis in axes or ())
         return all(owns) if chosen_atoms(axes, self.ranges) else rank == 0
 
@@ -104,8 +104,8 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
     constants = costs.held(nodes)
     uses: dict[ir.Value, list[Axes]] = {value: [] for value in constants}
     operations, folded = sharded.axis_map.operations, costs.graph.folded
-    for node, operation in ((node, operations[node]) for node in nodes if node in operations and node not in folded):
-        for value, axes in zip(node.inputs, operation.inputs, strict=True):
+    for operation in (operations[node] for node in nodes if node in operations and node not in folded):
+        for value, axes in operation.reads():
             if value in uses:
                 uses[value].append(axes)
 

@@ -243,5 +243,5 @@ def content_of(operation: Operation, number: int) -> Any:
         return None
     is_flag = tensor.dtype == ir.DataType.BOOL and tensor.size == 1
     is_list = tensor.dtype == ir.DataType.FLOAT and tensor.size in FEW_SCALES and len(tensor.shape) == 1
-    is_whole = all(atom.pinned for axis in operation.inputs[number] or () for atom in ax.atoms(axis))
+    is_whole = all(atom.pinned for atom in ax.atoms_of(operation.inputs[number]))
     return tensor.numpy() if is_flag or (is_list and is_whole) else None
