@@ -15,7 +15,7 @@ EDGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 
 @given(EDGES)
 def test_it_is_the_least_and_has_the_fewest_vertices(edges: list[tuple[int, int, int]]) -> None:
     """Vertex 0 is a source, vertex 5 a sink."""
-    network = Network(6)
+    network = Network()
     for start, end, capacity in edges:
         network.add(start, end, capacity)
 
