@@ -7,7 +7,7 @@ with N outputs has N rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -160,28 +160,19 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
-    # Most ranks have equally many columns, and so equal memory. The main rank also has the rest of the model.
-    kinds = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
-    first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
-    stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
-    memories = {kind: sliced_memory(analysis, sliced, stage, number) for kind, number in first.items()}
-    main = as_measured(analysis, resources, 0, stage.blocks, memories[kinds[0]])
-    crossing = {kind: _crossing(analysis, sliced, number) for kind, number in first.items() if number}
+    # Most ranks have as many columns, and so as much memory, as an earlier one; the main rank also has all else.
+    columns = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
+    alike = [columns.index(own) for own in columns]
+    stages = {number: _rank_stage(analysis, sliced, stage, number) for number in {*alike}}
+    memories = {number: sliced_memory(analysis, sliced, stage, number) for number in {*alike}}
+    memories[0] = as_measured(analysis, resources, 0, stage.blocks, memories[0])
+    crossing = {number: _crossing(analysis, sliced, number) for number in {*alike[1:]}}
     ranks = [
-        RankPlan(
-            device,
-            budgets[number],
-            float(shares[number]),
-            stages[kinds[number]],
-            0,
-            number,
-            memories[kinds[number]] if number else main,
-            seconds[number],
-        )
-        for number, device in enumerate(devices)
+        RankPlan(device, budget, float(share), stages[like], 0, number, memories[like], seconds[number])
+        for number, (device, budget, share, like) in enumerate(zip(devices, budgets, shares, alike, strict=True))
     ]
     weights = sliced_weights(analysis, products, sliced.columns)
-    cuts = [crossing[kind] for kind in kinds[1:]]
+    cuts = [crossing[number] for number in alike[1:]]
     plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
     check_memory(plan, WHOLE)
     return replace(plan, warnings=(*plan.warnings, *broken_rules(broken)))
@@ -267,7 +258,7 @@ def _shares_of_free_memory(
 def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[float]) -> None:
     """Raise CannotSplitError if a device would have no column of any product."""
     for number in range(1, len(resources.devices)):
-        if not split.of_rank(number, list(split.products.values())):
+        if not split.of_rank(number):
             raise CannotSplitError(
                 f"row mode leaves nothing for rank {number} ({resources.devices[number]}): its share is "
                 f"{shares[number] / sum(shares):.2%}, less than one column of any weight. Leave it out with -d, give "
@@ -279,30 +270,18 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
     """A rank's stage: the whole model on the main rank; its products, with their blocks, on any other."""
     if number == 0:
         return stage
-    own = split.of_rank(number, list(split.products.values()))
+    own = split.of_rank(number)
     nodes = {product.node for product in own}
     blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_upstream(block)]
     return product_stage(analysis.graph, own, blocks)
 
 
-def _exchanged(
-    analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
-) -> tuple[list[ir.Value], dict[ir.Value, int]]:
-    """The inputs that a rank receives for some products, and the bytes of its columns of each result."""
-    own = split.of_rank(number, list(products))
-    takes = list(dict.fromkeys(value for product in own for value in product.takes))
-    gives = {
-        product.result: int(analysis.costs.value_bytes(product.result) * split.share(number, product))
-        for product in own
-    }
-    return takes, gives
-
-
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
     """The values that a rank exchanges with the main one in a run, in both directions, each once."""
-    takes, gives = _exchanged(analysis, split, number, split.products.values())
-    crossing = sum(map(analysis.costs.value_bytes, takes)) + sum(gives.values())
-    return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
+    own, size = split.of_rank(number), analysis.costs.value_bytes
+    takes = dict.fromkeys(value for product in own for value in product.takes)
+    gives = {product.result: int(size(product.result) * split.share(number, product)) for product in own}
+    return CutPlan(tuple({**takes, **gives}), sum(map(size, takes)) + sum(gives.values()))
 
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
@@ -341,19 +320,18 @@ def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, numbe
 
     Any other rank holds its slices, the inputs of its products, and its columns of their results.
     """
-    products = list(split.products.values())
-    own = split.of_rank(number, products)
+    own, count = split.of_rank(number), len(split.products)
     if number == 0:
-        elsewhere = {product.node for product in products} - {product.node for product in own}
+        elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         held = held_shards(analysis.costs, split.columns, [node for node in stage.nodes if node not in elsewhere], 0)
         states = analysis.states
     else:
         # Exchanged values are computed inside the engine.
-        stage, states, products = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), own
+        stage, states, count = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), len(own)
         held = held_shards(analysis.costs, split.columns, stage.nodes, number)
     held = replace(held, size=analysis.costs.value_bytes, rounds=_rounds_of(split, number))
     memory = stage_memory(analysis.costs, states, stage, held)
-    return replace(memory, nodes=memory.nodes + PASSING * len(products))
+    return replace(memory, nodes=memory.nodes + PASSING * count)
 
 
 def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:

@@ -268,9 +268,10 @@ class SlicedProducts:
     def _columns(self, product: Product) -> Axis:
         return self.columns.axis_map.operations[product.node].output()[-1]
 
-    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
-        """The products that the rank has columns of."""
-        return [product for product in products if self.columns.ranges[product.columns][rank].owned]
+    def of_rank(self, rank: int, products: Iterable[Product] | None = None) -> list[Product]:
+        """Those of some products, by default of all, that the rank has columns of."""
+        some = self.products.values() if products is None else products
+        return [product for product in some if self.columns.ranges[product.columns][rank].owned]
 
     def column_name(self, rank: int, product: Product) -> str:
         """The name, on all ranks, of a rank's columns of a product's result. No value of the model has it."""
