@@ -36,7 +36,6 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.products import Product, Products, SlicedProducts, find_products, slice_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.sharded_model import held_shards
@@ -185,8 +184,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
     while True:
         products = find_products(analysis, least, opaque)
         columns = tuple(dict.fromkeys(product.columns for product in products.sliceable))
-        choice = Choice(columns, {}, (), {}, NO_SUMS)
-        broken = find_broken(analysis.graph, products.axis_map, choice, analysis.costs.bound.shapes)
+        broken = find_broken(analysis.graph, products.axis_map, Choice(columns), analysis.costs.bound.shapes)
         if not broken:
             return products, opaque
         opaque.update(broken)

@@ -23,7 +23,6 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes, probes_of
 from splitc.compiler.sharding.batch import BatchAxes, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.row_numbers import (
     RowNumbers,
     find_row_numbers,
@@ -147,8 +146,8 @@ def _search(analysis: Analysis, attempt: _Attempt) -> tuple[BatchAxes | None, _O
             return None, opaque
         known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.indexing.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
-        chosen = Choice(rows.atoms, {}, (), {}, NO_SUMS)
-        broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
+        choice, planned = Choice(rows.atoms), analysis.costs.bound.shapes
+        broken = find_broken(graph, replace(axis_map, operations=tried), choice, planned)
         if broken:
             values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
             broken = {

@@ -13,7 +13,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.planning.clock import Pace
 from splitc.compiler.remembered import remembered
-from splitc.compiler.sharding.axis_map import NO_ISLANDS, AxisMap, Island, find_axes, probe_sizes
+from splitc.compiler.sharding.axis_map import AxisMap, Island, find_axes, probe_sizes
 from splitc.compiler.sharding.candidates import Candidate, Candidates, find_candidates
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.crossings import crossings
@@ -73,7 +73,7 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
-    plain = settle(analysis, count, NO_ISLANDS)
+    plain = settle(analysis, count, ())
     islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.constant_bytes)
     apart = _apart(analysis)
     possible = tuple(island for island in islands if island.node not in apart)

@@ -45,10 +45,6 @@ class Island:
     outputs: tuple[int, ...]
 
 
-# For a model without islands.
-NO_ISLANDS: tuple[Island, ...] = ()
-
-
 @dataclass(frozen=True)
 class AxisMap:
     """Each node's operation, in the model's order, and the axes of each model input and computed value.
@@ -61,7 +57,7 @@ class AxisMap:
     operations: Mapping[ir.Node, Operation]
     axes: Mapping[ir.Value, Axes]
     bound: BoundShapes
-    islands: tuple[Island, ...] = NO_ISLANDS
+    islands: tuple[Island, ...] = ()
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once for each use."""
@@ -77,7 +73,7 @@ def find_axes(
     graph: Graph,
     bound: BoundShapes,
     opaque: Mapping[ir.Node, str] = MappingProxyType({}),
-    islands: tuple[Island, ...] = NO_ISLANDS,
+    islands: tuple[Island, ...] = (),
     rules: Mapping[ir.Node, Callable[[Operation], None]] = MappingProxyType({}),
     states: Collection[State] = (),
 ) -> AxisMap:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -13,7 +13,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
-from splitc.compiler.sharding.partial import Sums, find_sums
+from splitc.compiler.sharding.partial import NO_SUMS, Sums, find_sums
 
 # A larger candidate replaces chosen ones that conflict with it if its gain is at least this share of theirs. A choice,
 # for models in which another axis divides a little more for many more all-reduces: with any from 0 to 0.6 the plans of
@@ -37,10 +37,10 @@ class Choice:
     """
 
     chosen: tuple[Factor, ...]
-    partners: Mapping[Factor, Factor]
-    candidates: tuple[Candidate, ...]
-    rejected: Mapping[Factor, str]
-    sums: Sums
+    partners: Mapping[Factor, Factor] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    rejected: Mapping[Factor, str] = field(default_factory=dict)
+    sums: Sums = NO_SUMS
 
 
 def choose(
