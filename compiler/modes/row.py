@@ -184,7 +184,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
     while True:
         products = find_products(analysis, least, opaque)
         columns = tuple(dict.fromkeys(product.columns for product in products.sliceable))
-        broken = find_broken(analysis.graph, products.axis_map, Choice(columns), analysis.costs.bound.shapes)
+        broken = find_broken(analysis, products.axis_map, Choice(columns))
         if not broken:
             return products, opaque
         opaque.update(broken)

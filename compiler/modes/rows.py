@@ -146,8 +146,7 @@ def _search(analysis: Analysis, attempt: _Attempt) -> tuple[BatchAxes | None, _O
             return None, opaque
         known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.indexing.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
-        choice, planned = Choice(rows.atoms), analysis.costs.bound.shapes
-        broken = find_broken(graph, replace(axis_map, operations=tried), choice, planned)
+        broken = find_broken(analysis, replace(axis_map, operations=tried), Choice(rows.atoms))
         if broken:
             values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
             broken = {

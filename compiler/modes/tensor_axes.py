@@ -133,7 +133,7 @@ def settle(analysis: Analysis, count: int, islands: tuple[Island, ...]) -> Tenso
     while True:
         axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)
         choice = choose(graph, axis_map, candidates, size, count, early)
-        broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
+        broken = find_broken(analysis, axis_map, choice)
         if not broken:
             return TensorAxes(axis_map, choice, opaque)
         opaque.update(broken)

@@ -16,9 +16,8 @@ import onnxruntime as ort
 from blake3 import blake3
 from msgspec import Struct
 
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.nodes import operator_name
-from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms
@@ -37,15 +36,14 @@ MOST = 20_000
 ROOMS = ("operators", "sharding", "lowering", "trials")
 
 
-def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
+def find_broken(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> dict[ir.Node, str]:
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
     One node of each form runs in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
-    `planned` are the planned shapes, by name. A form that can't be tried may be possible to try with other planned
-    shapes, so that result is not kept.
+    A form that can't be tried may be possible to try with other planned shapes, so that result is not kept.
     """
-    versions = graph.graph.opset_imports
-    forms = list(find_forms(axis_map, choice, versions, planned))
+    versions = analysis.graph.graph.opset_imports
+    forms = list(find_forms(axis_map, choice, versions, analysis.costs.shapes))
     distinct: Mapping[str, Form] = {form.digest: form for _, form in forms}
     known = known_trials()
     if new := [form for digest, form in distinct.items() if digest not in known]:
