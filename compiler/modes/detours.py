@@ -145,12 +145,20 @@ def rank_memory(
     return replace(memory, nodes=costs.count_run(stage.nodes))
 
 
-def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, count: int) -> list[CutPlan]:
-    """For each rank from number `first` on, the values that it exchanges with all others, in both directions."""
+def find_cuts(analysis: Analysis, stages: Sequence[Stage], transfers: Sequence[Transfer]) -> list[CutPlan]:
+    """For each cut between stages of blocks, the values that a stage before it sends to a stage after it.
+
+    Then, for each device with placed weights, the values that it exchanges with all others, in both directions.
+    """
+    size, count = analysis.costs.value_bytes, len(stages) - len(analysis.partition.placed)
     cuts = []
-    for number in range(first, count):
-        values = [transfer.value for transfer in transfers if transfer.has(number)]
-        cuts.append(CutPlan(tuple(dict.fromkeys(values)), sum(map(analysis.costs.value_bytes, values)), True))
+    for number in range(1, count):
+        sent = {value for stage in stages[:number] for value in stage.sends}
+        values = dict.fromkeys(value for stage in stages[number:count] for value in stage.receives if value in sent)
+        cuts.append(CutPlan(tuple(values), sum(map(size, values))))
+    for number in range(count, len(stages)):
+        exchanged = [transfer.value for transfer in transfers if transfer.has(number)]
+        cuts.append(CutPlan(tuple(dict.fromkeys(exchanged)), sum(map(size, exchanged)), True))
     return cuts
 
 

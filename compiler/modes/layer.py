@@ -16,7 +16,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, find_teams, find_transfers, with_transfers
 from splitc.compiler.modes.detours import (
     block_places,
-    detour_cuts,
+    find_cuts,
     placed_ranks,
     predict_detours,
     rank_memory,
@@ -25,7 +25,7 @@ from splitc.compiler.modes.detours import (
     take_placed,
 )
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
-from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.measured import as_measured
@@ -180,7 +180,7 @@ def _make_plan(
             [*own, *placed_ranks(analysis, resources, stages, transfers)], rematerialized(analysis, stages), strict=True
         )
     ]
-    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    cuts = find_cuts(analysis, stages, transfers)
     return assemble(analysis, request, LayerSplit(analysis, tuple(transfers)), ranks, cuts)
 
 

@@ -1,4 +1,4 @@
-"""What modes with stages share: the choice of cuts, the values that cross them, and a pipeline's time."""
+"""What modes with stages share: the choice of cuts, what stages repeat, and a pipeline's time."""
 
 from __future__ import annotations
 
@@ -113,16 +113,6 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
         before.update(stage.nodes)
         held.update(own)
     return repeated
-
-
-def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut, the values that a stage before it sends to a stage after it."""
-    cuts = []
-    for number in range(1, len(stages)):
-        sent = {value for stage in stages[:number] for value in stage.sends}
-        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in sent)
-        cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
-    return cuts
 
 
 def predict_pipeline(

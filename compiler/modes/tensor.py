@@ -17,9 +17,9 @@ from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.transfers import Transfer, find_transfers
-from splitc.compiler.modes.detours import block_places, detour_cuts, placed_ranks, rank_memory
+from splitc.compiler.modes.detours import block_places, find_cuts, placed_ranks, rank_memory
 from splitc.compiler.modes.mode import Mode, Way
-from splitc.compiler.modes.pipeline import choose_stages, rematerialized, stage_cuts
+from splitc.compiler.modes.pipeline import choose_stages, rematerialized
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.nodes import describe_node
@@ -176,7 +176,7 @@ def _make_plan(
     weights = [outcome for outcome in sharded_weights(analysis, sharded, axes.choice) if outcome.name in held_here]
     _check_split(weights)
     _check_drawn(sharded)
-    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    cuts = find_cuts(analysis, stages, transfers)
     ranks += placed_ranks(analysis, resources, stages, transfers, group=0, part=count)
     split = TensorSplit(analysis, axes, sharded, tuple(transfers))
     plan = assemble(analysis, request, split, ranks, cuts, weights, WHOLE)
