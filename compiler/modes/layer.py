@@ -50,6 +50,7 @@ class LayerSplit(WholeValues):
 
     transfers: tuple[Transfer, ...] = ()
     is_radial = False
+    whole = ""  # no weight is split
 
     @property
     def rewrites(self) -> bool:

@@ -44,8 +44,6 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# Where unsliced weights are held, for messages.
-WHOLE = "on the main device"
 # Minimum share of the model's weights that can be sliced: less does not justify round trips in each block. A choice: of
 # 11 models four can slice nothing, one 0.01, and six more than 0.3.
 LEAST_SHARE = 0.1
@@ -63,6 +61,7 @@ class RowSplit(WholeValues):
     row_min: int
     rewrites = True
     is_radial = True
+    whole = "on the main device"
 
     @property
     def collectives(self) -> int:
@@ -172,8 +171,8 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     ]
     weights = sliced_weights(analysis, products, sliced.columns)
     cuts = [crossing[number] for number in alike[1:]]
-    plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
-    check_memory(plan, WHOLE)
+    plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights)
+    check_memory(plan)
     return replace(plan, warnings=(*plan.warnings, *broken_rules(broken)))
 
 

@@ -44,8 +44,6 @@ from splitc.runtime.units import first_few, format_bytes, plural
 # head, a detector's last convolutions, or the vocabulary of a model whose products are quantized, is no tensor mode. A
 # choice.
 LEAST_SHARE = 0.25
-# Where unsharded weights are held, for messages.
-WHOLE = "whole on each rank"
 # Why there is no plan with a fallback, though there would be one without.
 SLOWER = "tensor mode splits this model only with collectives that take longer than they save"
 
@@ -179,8 +177,8 @@ def _make_plan(
     cuts = find_cuts(analysis, stages, transfers)
     ranks += placed_ranks(analysis, resources, stages, transfers, group=0, part=count)
     split = TensorSplit(analysis, axes, sharded, tuple(transfers))
-    plan = assemble(analysis, request, split, ranks, cuts, weights, WHOLE)
-    check_memory(plan, WHOLE)
+    plan = assemble(analysis, request, split, ranks, cuts, weights)
+    check_memory(plan)
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(axes.broken)))
 
 

@@ -50,6 +50,7 @@ class TensorSplit:
     rewrites = True
     fixes_ranks = True
     is_radial = False
+    whole = "whole on each rank"
 
     @property
     def probe_shapes(self) -> BoundShapes:

@@ -61,12 +61,8 @@ def assemble(
     ranks: Sequence[RankPlan],
     cuts: Sequence[CutPlan],
     weights: Sequence[WeightSplit] = (),
-    whole: str = "",
 ) -> Plan:
-    """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages.
-
-    Raises ModelError for a value that can't be passed on.
-    """
+    """The plan of these ranks, with its warnings. Raises ModelError for a value that can't be passed on."""
     for cut in cuts:
         check_passed("value that crosses a cut", cut.values)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
@@ -75,7 +71,7 @@ def assemble(
     ]
     if request.weights_at == DISK:
         ranks = list(map(_with_mapped, ranks))
-    warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
+    warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, split.whole))
     return Plan(
         analysis,
         request.split_mode,
@@ -239,14 +235,14 @@ def memory_warnings(ranks: Sequence[RankPlan]) -> list[str]:
     ]
 
 
-def check_memory(plan: Plan, whole: str = "") -> None:
-    """Raise DoesNotFitError for the rank that lacks the most bytes. `whole` says where unsplit weights are held."""
+def check_memory(plan: Plan) -> None:
+    """Raise DoesNotFitError for the rank that lacks the most bytes."""
     lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
     if not lacking:
         return
     rank = plan.ranks[number]
     unsplit = format_bytes(sum(weight.whole for weight in plan.weights))
-    why = f"; {unsplit} of weights can't be split and are {whole}" if whole else ""
+    why = f"; {unsplit} of weights can't be split and are {plan.split.whole}" if plan.weights else ""
     lines = [
         f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"
         for n, r in enumerate(plan.ranks)

@@ -59,6 +59,10 @@ class Split(Protocol):
         """Whether values cross between rank 0 and each other rank, not from stage to stage."""
 
     @property
+    def whole(self) -> str:
+        """Where weights that are not split are held, for messages."""
+
+    @property
     def collectives(self) -> int:
         """The number of collectives in a run."""
 
