@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -172,16 +173,13 @@ def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) ->
     if missing := [name for name in names if name not in blocks]:
         raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
     runs: list[Assignment] = []
-    for index, name in enumerate(names):
-        rank = blocks[name]
-        last: Assignment | None = runs[-1] if runs else None
-        if last and rank < last.target:
+    start = 0
+    for stage, own in groupby(names, blocks.__getitem__):
+        if runs and stage < runs[-1].target:
             raise MisuseError(
-                f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
+                f'the plan has the line "{names[start]}: {stage}" after a block in stage {runs[-1].target}: '
                 "stages hold consecutive blocks, in their order"
             )
-        if last and rank == last.target:
-            runs[-1] = Assignment(rank, last.start, index + 1)
-        else:
-            runs.append(Assignment(rank, index, index + 1))
+        runs.append(Assignment(stage, start, start + len(list(own))))
+        start = runs[-1].end
     return runs
