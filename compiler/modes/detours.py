@@ -80,12 +80,6 @@ def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
     return attempt(high) if high else None
 
 
-def _placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
-    """The estimated seconds of a stage on the device at `place`, while the others wait."""
-    threads = threads_for(resources.devices, resources.threads)
-    return find_pace(resources.devices[place], threads, 1, resources.machine).seconds(analysis.costs, stage.nodes)
-
-
 def placed_ranks(
     analysis: Analysis,
     resources: Resources,
@@ -98,11 +92,12 @@ def placed_ranks(
 
     Each rank is a group of its own; or all belong to `group`, numbered from `part` on.
     """
-    first = len(stages) - len(analysis.partition.placed)
+    first, threads = len(stages) - len(analysis.partition.placed), threads_for(resources.devices, resources.threads)
     ranks = []
     for number, placed in enumerate(analysis.partition.placed, first):
         place, stage = [str(device) for device in resources.devices].index(placed.device), stages[number]
         memory = rank_memory(analysis, stage, number, transfers)
+        pace = find_pace(resources.devices[place], threads, 1, resources.machine)  # the others wait
         rank = RankPlan(
             resources.devices[place],
             resources.budgets[place],
@@ -111,7 +106,7 @@ def placed_ranks(
             number if group is None else group,
             0 if group is None else part + number - first,
             as_measured(analysis, resources, place, stage.blocks, memory),
-            _placed_seconds(analysis, resources, place, stage),
+            pace.seconds(analysis.costs, stage.nodes),
         )
         ranks.append(rank)
     return ranks
