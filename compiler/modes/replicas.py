@@ -68,17 +68,15 @@ def _joining(analysis: Analysis, replicas: Replicas, clock: Clock) -> float:
 def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """The plan in a mode, with as many replicas as the request and the mode ask for.
 
-    Each group is inside a host if possible. Raises as `mode.plan` does, CannotSplitError if the rows of a batch can't
-    be divided, and MisuseError unless the devices can be divided into equal groups.
+    Each group is inside a host if possible. The devices can be divided into equal groups (`check_groups`). Raises as
+    `mode.plan` does, and CannotSplitError if the rows of a batch can't be divided.
     """
-    count = len(resources.devices)
     groups = mode.groups(request, resources.devices)
     placed = asked_places(analysis.costs, resources.devices, request) if request.places_weights else {}
     if groups == 1:
         return mode.plan(take_placed(analysis, resources.devices, placed), resources, request)
-    check_groups(request, count, groups)
     rows = tried_rows(analysis)
-    size = count // groups
+    size = len(resources.devices) // groups
     order = group_devices(resources.devices, resources.budgets, groups, size)
     resources = resources.take(order)
     tightest = _tightest(resources, size)
