@@ -20,6 +20,7 @@ from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
 from splitc.compiler.planning.plan import Plan, Replicas
 from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
@@ -134,7 +135,8 @@ def _divided(
             f"{error}\nThese are the devices of one group. Each of the {len(counts)} groups holds the whole model "
             "(batch mode, --batch-groups), so each needs as much."
         ) from error
-    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
+    replicas = Replicas(plans[most], tuple(shares), rows, tuple(counts), tuple(plans[own].analysis for own in analyses))
+    plan = _joined(analysis, resources, replicas, [plans[own] for own in analyses])
     check_memory(plan)
     return plan
 
@@ -187,33 +189,17 @@ def _tightest(resources: Resources, size: int) -> Resources:
     return replace(resources.take(range(first, first + size)), budgets=tuple(budgets), threads=threads)
 
 
-def _joined(
-    analysis: Analysis,
-    resources: Resources,
-    first: Plan,
-    plans: Sequence[Plan],
-    shares: Sequence[float],
-    counts: Sequence[int],
-    rows: Mapping[str, int],
-) -> Plan:
-    """The plan of all groups, which hold the same as `first`. `plans` are those of each group for its rows."""
-    size = len(resources.devices) // len(shares)
-    places = [resources.devices.index(rank.device) % size for rank in first.ranks]
-    ranks = []
-    for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
-        same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first.ranks]
-        for place, rank, own in zip(places, first.ranks, plan.ranks if same else first.ranks, strict=True):
-            device, budget = resources.devices[number * size + place], resources.budgets[number * size + place]
-            planned = replace(own, device=device, budget=budget, share=rank.share * share, replica=number)
-            ranks.append(planned)
+def _joined(analysis: Analysis, resources: Resources, replicas: Replicas, plans: Sequence[Plan]) -> Plan:
+    """The plan of all groups, which hold the same as the first replica. `plans` are those of each for its rows."""
+    first, count = replicas.first, len(replicas.first.ranks)
+    ranks = _all_ranks(resources, replicas, plans)
     devices = [rank.device for rank in ranks]
-    if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
+    if choose_engine(None, devices) != choose_engine(None, devices[:count]):
         raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
-    count = len(first.ranks)
     unchecked = memory_warnings(first.ranks)
     others = [warning for warning in first.warnings if warning not in unchecked]
     warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *others))
-    names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
+    names = _same_places([rank.device for rank in first.ranks], devices[:count])
     first = replace(
         first,
         analysis=on_devices(first.analysis, names),
@@ -225,8 +211,22 @@ def _joined(
         analysis=replace(analysis, partition=partition) if partition.placed else analysis,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
-        replicas=Replicas(first, tuple(shares), rows, tuple(counts), tuple(plan.analysis for plan in plans)),
+        replicas=replace(replicas, first=first),
     )
+
+
+def _all_ranks(resources: Resources, replicas: Replicas, plans: Sequence[Plan]) -> list[RankPlan]:
+    """The ranks of all groups on their own devices. A plan with other blocks than the first is replaced by the first."""
+    first = replicas.first.ranks
+    size = len(resources.devices) // len(plans)
+    places = [resources.devices.index(rank.device) % size for rank in first]
+    ranks = []
+    for number, (plan, share) in enumerate(zip(plans, replicas.shares, strict=True)):
+        same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first]
+        for place, rank, own in zip(places, first, plan.ranks if same else first, strict=True):
+            device, budget = resources.devices[number * size + place], resources.budgets[number * size + place]
+            ranks.append(replace(own, device=device, budget=budget, share=rank.share * share, replica=number))
+    return ranks
 
 
 def check_groups(request: Request, count: int, groups: int) -> None:
