@@ -85,7 +85,9 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
     analysis = take_placed(analysis, tightest.devices, {weight: names[device] for weight, device in placed.items()})
     asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
     shares = _speeds(analysis, resources, tightest.devices) if asked is None else _sums(asked, size)
-    inside = None if asked is None or size == 1 else _inside(asked, size)
+    if asked is not None:
+        _check_inside(asked, size)
+    inside = None if asked is None or size == 1 else asked[:size]
     alone = replace(request, batch_groups=1, tensor_split=inside)
     return _divided(analysis, resources, shares, rows, lambda own: mode.plan(own, tightest, alone))
 
@@ -104,14 +106,15 @@ def replan_in_groups(
         raise MisuseError(f"the plan's ranks have the stages {stages}, which are not those of {groups} equal groups")
     rows = tried_rows(analysis)
     asked = [rank.share for rank in file.ranks]
-    shares, inside = _sums(asked, size), _inside(asked, size)
+    _check_inside(asked, size)
     tightest = _tightest(resources, size)
     analysis = on_devices(analysis, _same_places(resources.devices, tightest.devices))
-    entries = [
-        msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
-    ]
-    alone = msgspec.structs.replace(file, ranks=entries, batch_groups=1)
-    return _divided(analysis, resources, shares, rows, lambda own: mode.replan(own, tightest, request, alone, chosen))
+    alone = msgspec.structs.replace(file, ranks=file.ranks[:size], batch_groups=1)
+
+    def replan_one(own: Analysis) -> Plan:
+        return mode.replan(own, tightest, request, alone, chosen)
+
+    return _divided(analysis, resources, _sums(asked, size), rows, replan_one)
 
 
 def _divided(
@@ -163,8 +166,8 @@ def _sums(shares: Sequence[float], size: int) -> list[float]:
     return [own / sums[0] for own in sums]
 
 
-def _inside(shares: Sequence[float], size: int) -> list[float]:
-    """The shares of a group's devices. Raises MisuseError unless they are proportional in all groups."""
+def _check_inside(shares: Sequence[float], size: int) -> None:
+    """Raise MisuseError unless the shares of a group's devices are proportional to those in all other groups."""
     first = np.array(shares[:size])
     for start in range(size, len(shares), size):
         own = np.array(shares[start : start + size])
@@ -174,7 +177,6 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
                 f"the shares inside the groups differ, {given} and {other}: all groups hold the same, so give them in "
                 "the same proportion, as in 3,1,3,1"
             )
-    return [float(share) for share in first]
 
 
 def _tightest(resources: Resources, size: int) -> Resources:
@@ -216,7 +218,7 @@ def _joined(analysis: Analysis, resources: Resources, replicas: Replicas, plans:
 
 
 def _all_ranks(resources: Resources, replicas: Replicas, plans: Sequence[Plan]) -> list[RankPlan]:
-    """The ranks of all groups on their own devices. A plan with other blocks than the first is replaced by the first."""
+    """The ranks of all groups on their own devices. A plan with other blocks than the first counts as the first."""
     first = replicas.first.ranks
     size = len(resources.devices) // len(plans)
     places = [resources.devices.index(rank.device) % size for rank in first]
