@@ -117,13 +117,13 @@ def _plan_blocks(analysis: Analysis, resources: Resources, request: Request) -> 
     if len(places) == 1 < len(devices):  # its memory is checked later, when the transfers are known
         chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]
     else:
-        chosen = _choose(analysis, resources.take(places), request, [seconds[place] for place in places], places)
+        chosen = _find_ranges(analysis, resources.take(places), request, [seconds[place] for place in places], places)
     plan = _make_plan(analysis, resources, request, chosen, seconds)
     check_memory(plan)
     return plan
 
 
-def _choose(
+def _find_ranges(
     analysis: Analysis,
     resources: Resources,
     request: Request,

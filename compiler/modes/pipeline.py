@@ -61,7 +61,7 @@ def choose_stages(
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
-    return _choose(costs, targets, request)
+    return _spread_stages(costs, targets, request)
 
 
 def _sums(seconds: Sequence[float]) -> Callable[[int, int], float]:
@@ -75,7 +75,7 @@ def _range_memory(analysis: Analysis) -> RangeMemory:
     return RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
 
-def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
+def _spread_stages(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
     In a convolutional network the first blocks take most of the time, and the last ones have most of the weights: by

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
+from collections.abc import Set as AbstractSet
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def test_it_is_the_least_and_has_the_fewest_vertices(edges: list[tuple[int, int,
     for start, end, capacity in edges:
         network.add(start, end, capacity)
 
-    def cost(side: set[int]) -> int:
+    def cost(side: AbstractSet[Hashable]) -> int:
         return sum(capacity for start, end, capacity in edges if start in side and end not in side)
 
     sides = [{0, *inner} for count in range(5) for inner in itertools.combinations(range(1, 5), count)]
