@@ -20,7 +20,7 @@ from splitc.compiler.lowering.transfers import Transfer, find_transfers
 from splitc.compiler.modes.detours import block_places, find_cuts, placed_ranks, rank_memory
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, rematerialized
-from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
+from splitc.compiler.modes.tensor_axes import TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
@@ -68,7 +68,9 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     else:
         chosen = choose_stages(analysis, seconds, _targets(resources, request, shares, count), request, resources)
     make = partial(_make_plan, analysis, resources, request, shares, chosen, seconds)
-    fast = fast_axes(analysis, count, _rates(resources, count))
+    threads = threads_for(resources.devices, resources.threads)
+    pace = find_pace(resources.devices[0], threads, len(resources.devices), resources.machine)
+    fast = fast_axes(analysis, count, pace, sum_link(resources.devices[:count], resources.machine))
     try:
         plan = make(fast)
     except (CannotSplitError, DoesNotFitError) as error:
@@ -119,14 +121,6 @@ def _block_share(plan: Plan) -> float:
     """The share of the blocks' weight bytes that is sharded, or of all weights in a model without blocks."""
     of_blocks = [weight for weight in plan.weights if weight.in_block]
     return sharded_share(of_blocks or plan.weights)
-
-
-def _rates(resources: Resources, count: int) -> Rates:
-    """The rates of the first group, which has `count` ranks."""
-    devices, machine = resources.devices[:count], resources.machine
-    threads = threads_for(resources.devices, resources.threads)
-    pace = find_pace(devices[0], threads, len(resources.devices), machine)
-    return Rates(pace, sum_link(devices, machine))
 
 
 def _make_plan(

@@ -39,21 +39,15 @@ class TensorAxes:
         return [island.node.outputs[0].name or "" for island in self.axis_map.islands]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The speed of a rank, and the seconds of a collective."""
+def fast_axes(analysis: Analysis, count: int, pace: Pace, collective: Link) -> TensorAxes:
+    """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take.
 
-    pace: Pace
-    collective: Link
-
-
-def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
-    """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take."""
-    costs = analysis.costs
+    `pace` is that of each rank, and `collective` the time of a collective.
+    """
 
     def is_worth(islands: Collection[Island], candidate: Candidate) -> bool:
-        spent = candidate.collectives * rates.collective.latency + candidate.exchanged * rates.collective.per_byte
-        return spent < rates.pace.seconds(costs, [island.node for island in islands]) * (1 - 1 / count)
+        spent = candidate.collectives * collective.latency + candidate.exchanged * collective.per_byte
+        return spent < pace.seconds(analysis.costs, [island.node for island in islands]) * (1 - 1 / count)
 
     return _with_islands(analysis, count, is_worth)
 
