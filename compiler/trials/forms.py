@@ -80,7 +80,7 @@ class _Finder:
 
     def form_of(self, node: ir.Node, operation: Operation) -> Form | None:
         """The form of a node; None for a node that each rank has whole."""
-        partial = partial_inputs(node, self._sums, self._summed)
+        partial = _partial_inputs(node, self._sums, self._summed)
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
         if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
             return None
@@ -111,11 +111,9 @@ class _Finder:
 
     def _sizes(self, node: ir.Node, operation: Operation) -> dict[Factor, int]:
         """The planned sizes of the atoms that are axes of their own."""
-        pairs = [*zip(node.inputs, operation.inputs, strict=True), *zip(node.outputs, operation.outputs, strict=True)]
         sizes: dict[Factor, int] = {}
-        for value, axes in pairs:
-            shape = self._planned.get(value.name or "") if value is not None else None
-            for axis, size in zip(axes or (), shape or (), strict=False):
+        for value, axes in (*operation.reads(), *zip(node.outputs, operation.outputs, strict=True)):
+            for axis, size in zip(axes or (), self._planned.get(value.name or "", ()), strict=False):
                 if len(axis) == 1 and axis[0] not in sizes:
                     sizes.update(_fitted(axis[0], size, sizes))
         return sizes
@@ -138,12 +136,9 @@ def _fitted(whole: Factor, size: int, known: Mapping[Factor, int]) -> dict[Facto
     return {whole: size, largest: max(1, size - whole.size + largest.size)}
 
 
-def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:
+def _partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:
     """The inputs that arrive partial, by number."""
-    if not sums.partial:
-        return frozenset()
-    inputs = enumerate(node.inputs)
-    return frozenset(n for n, value in inputs if value is not None and value in sums.partial and value not in summed)
+    return frozenset(n for n, value in enumerate(node.inputs) if value in sums.partial and value not in summed)
 
 
 def is_tried(value: ir.Value, axes: Axes) -> bool:
