@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,11 +73,8 @@ def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Valu
 def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
     """The plan of the least count that succeeds, by bisection up to about `most`: larger counts succeed too."""
     high = next((count for count in (most, most - 1) if count > 0 and attempt(count) is not None), 0)
-    low = 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if attempt(middle) is not None else (middle + 1, high)
-    return attempt(high) if high else None
+    fewer = range(1, high)
+    return attempt(1 + bisect_left(fewer, True, key=lambda count: attempt(count) is not None)) if high else None
 
 
 def placed_ranks(
