@@ -49,7 +49,6 @@ class LayerSplit(WholeValues):
     """
 
     transfers: tuple[Transfer, ...] = ()
-    is_radial = False
     whole = ""  # no weight is split
 
     @property

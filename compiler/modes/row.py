@@ -60,7 +60,6 @@ class RowSplit(WholeValues):
     sliced: SlicedProducts
     row_min: int
     rewrites = True
-    is_radial = True
     whole = "on the main device"
 
     @property

@@ -49,7 +49,6 @@ class TensorSplit:
     transfers: tuple[Transfer, ...] = ()
     rewrites = True
     fixes_ranks = True
-    is_radial = False
     whole = "whole on each rank"
 
     @property
