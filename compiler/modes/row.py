@@ -190,7 +190,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
 
 def _slice(analysis: Analysis, products: Products, shares: Sequence[float]) -> SlicedProducts:
     """The products sliced by the shares, in rounds, without those whose columns all stay on the main rank."""
-    columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
+    columns = slice_products(analysis, products, shares)
     sliced = [product for product in products.sliceable if product.columns in columns.ranges]
     return SlicedProducts(analysis.graph, _rounds(analysis, tuple(sliced)), columns)
 
@@ -209,7 +209,7 @@ def _whole(analysis: Analysis) -> Stage:
 
 def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -> None:
     """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message names the readers of the weights."""
-    halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
+    halves = slice_products(analysis, products, [1.0, 1.0])
     weights = sliced_weights(analysis, products, halves)
     total = sum(weight.bytes for weight in weights)
     if not total:

@@ -183,7 +183,7 @@ def _shard_memories(
     memories = []
     known: dict[Hashable, StageMemory] = {}  # most ranks run the same nodes with shards of the same sizes
     for part in range(sharded.ranks):
-        shard = rank_nodes(analysis.costs, sharded, analysis.states, stage, part)
+        shard = rank_nodes(analysis, sharded, stage, part)
         own = sharded.sizes(part), shard.nodes, tuple(summed_parts(sharded, part).values())
         if own not in known:
             held = held_shards(analysis.costs, sharded, shard.nodes, part)

@@ -68,7 +68,7 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
     plain = settle(analysis, count, ())
-    islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.constant_bytes)
+    islands = find_islands(analysis, plain.axis_map, plain.choice)
     apart = _apart(analysis)
     possible = tuple(island for island in islands if island.node not in apart)
     if not possible:
@@ -122,11 +122,9 @@ def settle(analysis: Analysis, count: int, islands: tuple[Island, ...]) -> Tenso
     weights read and return whole values.
     """
     opaque = _apart(analysis)
-    graph, size = analysis.graph, analysis.costs.value_bytes
-    early = () if analysis.gains is None else analysis.gains.rows
     while True:
         axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)
-        choice = choose(graph, axis_map, candidates, size, count, early)
+        choice = choose(analysis, axis_map, candidates, count)
         broken = find_broken(analysis, axis_map, choice)
         if not broken:
             return TensorAxes(axis_map, choice, opaque)
@@ -138,6 +136,5 @@ def _candidates(
     analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: tuple[Island, ...]
 ) -> tuple[AxisMap, Candidates]:
     """The axes and candidates with these opaque nodes and islands, which do not depend on the number of ranks."""
-    graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands, states=analysis.states)
-    return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)
+    axis_map = find_axes(analysis.graph, probe_sizes(analysis), dict(opaque), islands, states=analysis.states)
+    return axis_map, find_candidates(analysis, axis_map)

@@ -6,10 +6,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
@@ -83,17 +83,13 @@ class Candidates:
         return [*self.contractions.get(atom, ()), *self.reduced.get(atom, ())]
 
 
-def find_candidates(
-    graph: Graph,
-    axis_map: AxisMap,
-    size: Callable[[ir.Value], int],
-    planned: Mapping[str, Shape] = MappingProxyType({}),
-) -> Candidates:
-    """All atoms that divide weights and that no node needs whole. `size` returns the bytes of a value.
+def find_candidates(analysis: Analysis, axis_map: AxisMap) -> Candidates:
+    """All atoms that divide weights and that no node needs whole.
 
-    `planned` are the planned shapes. Slots for adapters are sharded together with their layers, never alone.
+    Slots for adapters are sharded together with their layers, never alone.
     """
-    _pin_ends(graph, axis_map, planned)
+    graph, size = analysis.graph, analysis.costs.value_bytes
+    _pin_ends(graph, axis_map, analysis.costs.shapes)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
@@ -106,7 +102,7 @@ def find_candidates(
         is_used = atom in given or atom in contractions or atom in joined
         divides = any(share for value, share in covered.items() if not is_slot_input(value))
         if is_used and atom.pinned is None and atom.size > 1 and divides:
-            sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
+            sums = find_sums(analysis, axis_map, {atom}, without.start(atom))
             candidates.append(Candidate(atom, covered, sums.count, sum(map(size, sums.exchanged))))
     # Among equals, candidates whose shards are joined come first: that is exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import onnx_ir as ir
-
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
@@ -43,16 +41,9 @@ class Choice:
     sums: Sums = NO_SUMS
 
 
-def choose(
-    graph: Graph,
-    axis_map: AxisMap,
-    candidates: Candidates,
-    size: Callable[[ir.Value], int],
-    ranks: int,
-    early: Collection[ir.DataType] = (),
-) -> Choice:
-    """Choose the atoms to split over this number of ranks. For `size` and `early` see `find_sums`."""
-    conflicts = candidates.conflicts
+def choose(analysis: Analysis, axis_map: AxisMap, candidates: Candidates, ranks: int) -> Choice:
+    """Choose the atoms to split over this number of ranks."""
+    graph, conflicts = analysis.graph, candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
         rejected.setdefault(atom, "a value or a sum has this axis twice")
@@ -69,7 +60,8 @@ def choose(
     atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
     start = {node for atom in atoms for node in candidates.start(atom)}
     drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
-    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn, early)
+    early = () if analysis.gains is None else analysis.gains.rows
+    sums = find_sums(analysis, axis_map, frozenset(atoms), start, drawn, early)
     return Choice(atoms, partners, candidates.by_gain, rejected, sums)
 
 

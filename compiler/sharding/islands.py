@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
@@ -28,13 +29,9 @@ JOINED = frozenset(
 )
 
 
-def find_islands(
-    graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]
-) -> tuple[Island, ...]:
-    """The nodes that read large weights which a choice does not shard, as islands, in the model's order.
-
-    `size` returns the bytes of a weight, or of a value that engines fold from weights.
-    """
+def find_islands(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> tuple[Island, ...]:
+    """The nodes that read large weights which a choice does not shard, as islands, in the model's order."""
+    graph, size = analysis.graph, analysis.costs.constant_bytes
     least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
     chosen = frozenset(choice.chosen)
     islands = (

@@ -7,7 +7,7 @@ columns. Megatron calls this column-parallel. The name `row` is llama.cpp's, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -295,15 +295,13 @@ class SlicedProducts:
         return rounds
 
 
-def slice_products(
-    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
-) -> ShardedModel:
-    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
+def slice_products(analysis: Analysis, products: Products, shares: Sequence[float]) -> ShardedModel:
+    """Divide the products' columns among the ranks by their shares.
 
     A product stays unsplit if the main rank has all its columns.
     """
-    reached = reached_weights(products.axis_map, size)
+    reached = reached_weights(products.axis_map, analysis.costs.value_bytes)
     atoms = dict.fromkeys(product.columns for product in products.sliceable)
     divided = assign_units({atom: reached[atom] for atom in atoms}, [shares])
     ranges = {atom: parts for atom, parts in divided.items() if any(part.owned for part in parts[1:])}
-    return ShardedModel(graph, products.axis_map, ranges, len(shares))
+    return ShardedModel(analysis.graph, products.axis_map, ranges, len(shares))

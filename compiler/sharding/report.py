@@ -219,7 +219,7 @@ class AxisSplit:
     first: str
 
 
-def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisSplit]:
+def axis_splits(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[AxisSplit]:
     """The axes of weights, the one that divides the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
@@ -232,7 +232,7 @@ def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], 
         AxisSplit(
             atom.size,
             len(weights),
-            sum(map(size, weights)),
+            sum(map(analysis.costs.value_bytes, weights)),
             sums.get(atom),
             tuple(part.size if part.owned else 0 for part in split.ranges.get(atom, ())),
             why_whole(split, choice, atom),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import Held
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
@@ -22,7 +23,6 @@ from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS, Sums, chosen_atoms
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Ranges, assign_units
-from splitc.runtime.package.states import State
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def shard_model(
     return ShardedModel(graph, axis_map, ranges, len(shares[0]), choice.sums)
 
 
-def rank_nodes(costs: Costs, sharded: ShardedModel, states: Iterable[State], stage: Stage, part: int) -> Stage:
+def rank_nodes(analysis: Analysis, sharded: ShardedModel, stage: Stage, part: int) -> Stage:
     """The stage with only the nodes that one rank runs: those that its outputs, kept states and collectives need."""
-    names = {state.output for state in states}
+    names = {state.output for state in analysis.states}
     given = [value for value in stage.outputs if value.name in names or sharded.gives(part, value)]
     sums = sharded.sums
     roots = {*producers([*given, *stage.sends, *sums.exchanged]), *sums.reduced}
-    needed = ancestors(roots, costs.graph.reads.__getitem__)
+    needed = ancestors(roots, analysis.graph.reads.__getitem__)
     return replace(stage, nodes=tuple(node for node in stage.nodes if node in needed))
 
 
