@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
-from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums
@@ -50,14 +50,9 @@ class Form:
     planned: Mapping[Factor, int]
 
 
-def find_forms(
-    axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
-) -> Iterator[tuple[ir.Node, Form]]:
-    """The nodes that a choice shards, each with its form.
-
-    `versions` are the opsets of the model's domains, `planned` the planned shapes of its values.
-    """
-    finder = _Finder(axis_map, choice, versions, planned)
+def find_forms(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> Iterator[tuple[ir.Node, Form]]:
+    """The nodes that a choice shards, each with its form."""
+    finder = _Finder(analysis, choice)
     for node, operation in axis_map.operations.items():
         if (form := finder.form_of(node, operation)) is not None:
             yield node, form
@@ -66,15 +61,13 @@ def find_forms(
 class _Finder:
     """Finds the forms of a model's nodes."""
 
-    def __init__(
-        self, axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
-    ) -> None:
-        self._planned = planned
+    def __init__(self, analysis: Analysis, choice: Choice) -> None:
+        self._planned = analysis.costs.shapes
         self._roles = dict.fromkeys(choice.chosen, SHARDED) | dict.fromkeys(choice.partners.values(), PARTNER)
         self._partners = choice.partners
         self._sums, self._summed = choice.sums, frozenset(choice.sums.summed)
         self._reduced = frozenset(choice.sums.reduced)
-        self._versions = versions
+        self._versions = analysis.graph.graph.opset_imports
         self._forms: dict[Hashable, Form] = {}
         self._is_sharded: dict[Axis, bool] = {}
 

@@ -42,12 +42,11 @@ def find_broken(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> dict[i
     One node of each form runs in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
     A form that can't be tried may be possible to try with other planned shapes, so that result is not kept.
     """
-    versions = analysis.graph.graph.opset_imports
-    forms = list(find_forms(axis_map, choice, versions, analysis.costs.shapes))
+    forms = list(find_forms(analysis, axis_map, choice))
     distinct: Mapping[str, Form] = {form.digest: form for _, form in forms}
     known = known_trials()
     if new := [form for digest, form in distinct.items() if digest not in known]:
-        results = try_forms(new, versions, axis_map.bound)
+        results = try_forms(new, analysis.graph.graph.opset_imports, axis_map.bound)
         keep_trials({digest: why for digest, why in results.items() if not why.startswith(UNTRIED)})
         known = {**known, **results}
     reasons = {digest: why if why.startswith(UNTRIED) else f"{BROKEN}{why}" for digest, why in known.items() if why}
