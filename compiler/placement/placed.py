@@ -115,9 +115,9 @@ def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Bl
     home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     needed: dict[ir.Node, int] = {}
     for node in reversed(graph.nodes):
-        own = home.get(node) if node in home else needed.get(node, 0)
+        own = home[node] if node in home else needed.get(node, 0)
         for maker in producers(graph.reads[node]):
-            if maker in released and own is not None:
+            if maker in released:
                 needed[maker] = min(needed.get(maker, own), own)
     added: dict[int, list[ir.Node]] = defaultdict(list)
     for node in graph.nodes:
