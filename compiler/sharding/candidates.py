@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -67,20 +67,15 @@ class Candidates:
     """The candidates, the one of the highest gain first.
 
     - `order`: all atoms that divide weights, in the model's order.
-    - `contractions`: by atom, the nodes that sum over it.
-    - `reduced`: by atom, the nodes that need a statistic of all its elements.
+    - `start`: by atom, the nodes that sum over it, or need a statistic of all its elements. Their results may need
+      collectives if the atom is split.
     - `conflicts`: by candidate's atom, the atoms that can't be split together with it.
     """
 
     by_gain: tuple[Candidate, ...]
     order: tuple[Factor, ...]
-    contractions: Mapping[Factor, list[ir.Node]]
-    reduced: Mapping[Factor, list[ir.Node]]
+    start: Mapping[Factor, list[ir.Node]]
     conflicts: Mapping[Factor, set[Factor]]
-
-    def start(self, atom: Factor) -> list[ir.Node]:
-        """The nodes whose results may need collectives if the atom is split."""
-        return [*self.contractions.get(atom, ()), *self.reduced.get(atom, ())]
 
 
 def find_candidates(analysis: Analysis, axis_map: AxisMap) -> Candidates:
@@ -92,23 +87,22 @@ def find_candidates(analysis: Analysis, axis_map: AxisMap) -> Candidates:
     _pin_ends(graph, axis_map, analysis.costs.shapes)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
-    weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
+    weights, summing, reducing = reached_weights(axis_map, size), *_collecting(axis_map)
+    start = {atom: [*summing.get(atom, ()), *reducing.get(atom, ())] for atom in weights}
     given = {atom for value in graph.graph.outputs for atom in ax.atoms_of(axis_map.axes[value])}
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
-    without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
     for atom, covered in weights.items():
         # An atom that no output, sum or collective has is dropped by a Slice.
-        is_used = atom in given or atom in contractions or atom in joined
+        is_used = atom in given or atom in summing or atom in joined
         divides = any(share for value, share in covered.items() if not is_slot_input(value))
         if is_used and atom.pinned is None and atom.size > 1 and divides:
-            sums = find_sums(analysis, axis_map, {atom}, without.start(atom))
+            sums = find_sums(analysis, axis_map, {atom}, start[atom])
             candidates.append(Candidate(atom, covered, sums.count, sum(map(size, sums.exchanged))))
     # Among equals, candidates whose shards are joined come first: that is exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
-    return replace(
-        without, by_gain=tuple(candidates), conflicts=_conflicts(axis_map, {candidate.atom for candidate in candidates})
-    )
+    conflicts = _conflicts(axis_map, {candidate.atom for candidate in candidates})
+    return Candidates(tuple(candidates), tuple(weights), start, conflicts)
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:

@@ -58,7 +58,7 @@ def choose(analysis: Analysis, axis_map: AxisMap, candidates: Candidates, ranks:
         rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     partners = _find_partners(chosen, candidates, conflicts, ranks)
     atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
-    start = {node for atom in atoms for node in candidates.start(atom)}
+    start = {node for atom in atoms for node in candidates.start[atom]}
     drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
     early = () if analysis.gains is None else analysis.gains.rows
     sums = find_sums(analysis, axis_map, frozenset(atoms), start, drawn, early)
@@ -142,7 +142,7 @@ def _find_partners(
             if other.atom in conflicts[atom]
             and other.atom not in conflicts[other.atom]
             # In a sum over only one of both, a unit would count once for each rank that holds it.
-            and set(candidates.start(other.atom)) == set(candidates.start(atom))
+            and set(candidates.start[other.atom]) == set(candidates.start[atom])
             and set(other.weights) < set(candidate.weights)
             and not conflicts[other.atom] & (chosen.keys() - {atom})
         ]
