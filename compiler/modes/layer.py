@@ -207,4 +207,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number, number) for number in numbers]
 
 
-MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=replan_layers)
+MODE = Mode(ways=_ways, plan=plan_layers, replan=replan_layers, stages=lambda request, devices: devices)

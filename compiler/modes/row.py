@@ -308,7 +308,7 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number) for number in single_groups(hosts, numbers)]
 
 
-MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_rows, replan=_replan)
+MODE = Mode(ways=_ways, plan=plan_rows, replan=_replan)
 
 
 def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:

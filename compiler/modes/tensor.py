@@ -288,4 +288,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return list(dict.fromkeys([*single, *(way for way in equal if way.size <= most), *inside]))
 
 
-MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_tensors, replan=_replan)
+MODE = Mode(ways=_ways, plan=plan_tensors, replan=_replan)
