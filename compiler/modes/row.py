@@ -161,7 +161,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     columns = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
     alike = [columns.index(own) for own in columns]
     stages = {number: _rank_stage(analysis, sliced, stage, number) for number in {*alike}}
-    memories = {number: sliced_memory(analysis, sliced, stage, number) for number in {*alike}}
+    memories = {number: _sliced_memory(analysis, sliced, stage, number) for number in {*alike}}
     memories[0] = as_measured(analysis, resources, 0, stage.blocks, memories[0])
     crossing = {number: _crossing(analysis, sliced, number) for number in {*alike[1:]}}
     ranks = [
@@ -244,7 +244,7 @@ def _shares_of_free_memory(
         return as_shares(budgets)
     count = len(budgets)
     split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
-    main = sliced_memory(analysis, split, stage, 0).total
+    main = _sliced_memory(analysis, split, stage, 0).total
     takes = (product_stage(analysis.graph, products).receives for products in split.rounds)
     taken = max((sum(map(analysis.costs.value_bytes, values)) for values in takes), default=0)
     left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(known)]
@@ -294,24 +294,7 @@ def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProduct
     return [whole - sum(seconds[1:]), *seconds[1:]]
 
 
-def _replan(
-    analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
-) -> Plan:
-    """The plan of a file. Only the main rank may have a share of 0."""
-    check_stages(file.ranks, [0] * len(file.ranks), "in row mode there is one stage")
-    check_file_shares(file.ranks, may_be_empty=1)
-    return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
-
-
-def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
-    """All numbers of devices from two on, including the main one."""
-    return [Way(number) for number in single_groups(hosts, numbers)]
-
-
-MODE = Mode(ways=_ways, plan=plan_rows, replan=_replan)
-
-
-def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
+def _sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
     """A rank's memory. The main rank holds everything except the other ranks' slices.
 
     Any other rank holds its slices, the inputs of its products, and its columns of their results.
@@ -340,3 +323,20 @@ def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:
         sent = [] if number else [work.takes for work in others]
         rounds.append(Round(shares, sent, own.takes if number else (), number))
     return rounds
+
+
+def _replan(
+    analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
+) -> Plan:
+    """The plan of a file. Only the main rank may have a share of 0."""
+    check_stages(file.ranks, [0] * len(file.ranks), "in row mode there is one stage")
+    check_file_shares(file.ranks, may_be_empty=1)
+    return _make_plan(analysis, resources, request, [rank.share for rank in file.ranks])
+
+
+def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
+    """All numbers of devices from two on, including the main one."""
+    return [Way(number) for number in single_groups(hosts, numbers)]
+
+
+MODE = Mode(ways=_ways, plan=plan_rows, replan=_replan)
