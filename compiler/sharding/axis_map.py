@@ -276,17 +276,10 @@ def _fresh(shape: Shape | None) -> Axes:
 
 def _optional(value: ir.Value, source: OptionalOrigin, axis: int) -> Axis:
     """A new axis of an optional input. It is pinned if a request may change its size."""
-    size = shape_of(value)[axis]
-    if source.is_fixed(axis):
-        return ax.new_axis(size)
-    return _whole(size, f"the optional input '{value.name}' may have another shape")
-
-
-def _whole(size: int, reason: str) -> Axis:
-    """A new pinned axis of this size."""
-    axis = ax.new_axis(size)
-    ax.pin(axis, Pin(None, reason))
-    return axis
+    made = ax.new_axis(shape_of(value)[axis])
+    if not source.is_fixed(axis):
+        ax.pin(made, Pin(None, f"the optional input '{value.name}' may have another shape"))
+    return made
 
 
 def _entries(value: ir.Value, bound: BoundShapes) -> Sequence[int | None] | None:
@@ -296,7 +289,7 @@ def _entries(value: ir.Value, bound: BoundShapes) -> Sequence[int | None] | None
         return known
     parts: list[list[int | None] | None] = []
     for part in joins.inputs:
-        shape, numbers = () if part is None else shape_of(part, bound.shapes), constant_numbers(part)
+        shape, numbers = shape_of(part, bound.shapes), constant_numbers(part)
         parts.append(None if len(shape) != 1 else list(numbers) if numbers is not None else [None] * shape[0])
     return None if None in parts else [entry for part in parts for entry in part or ()]
 
