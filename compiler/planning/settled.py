@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def check_settled(
     for flag, asked, planned in answers:
         if planned is None:
             raise MisuseError(f"{flag} has no effect with {path}, which is planned already: plan again with it")
-        if not _SAME.get(flag, operator.eq)(asked, planned):
+        if not (_SAME[flag](asked, planned) if flag in _SAME else asked == planned):
             if isinstance(asked, Mapping):
                 planned = {name: planned.get(name, "nothing") for name in asked}
             raise MisuseError(
