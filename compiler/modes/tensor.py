@@ -82,7 +82,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         return make(small)
     if _block_share(plan) >= LEAST_SHARE:
         return plan
-    return _with_islands(plan, make, small_axes(analysis, count))
+    return _with_all_islands(plan, make, small_axes(analysis, count))
 
 
 def _targets(resources: Resources, request: Request, shares: Sequence[float], count: int) -> list[Target]:
@@ -104,7 +104,7 @@ def _total(budgets: Sequence[Budget]) -> Budget:
     return None if None in budgets else sum(budget or 0 for budget in budgets)
 
 
-def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
+def _with_all_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
     """The plan with all islands, if that fits and shards more; else the given plan.
 
     In place of a plan with collectives it must come to LEAST_SHARE: beside large weights that can't be sharded, as of a
@@ -164,8 +164,8 @@ def _make_plan(
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
-    held_here = {weight.name for rank in ranks for weight in analysis.costs.weights(rank.stage.nodes)}
-    weights = [outcome for outcome in sharded_weights(analysis, sharded, axes.choice) if outcome.name in held_here]
+    held_names = {weight.name for weight in home}
+    weights = [weight for weight in sharded_weights(analysis, sharded, axes.choice) if weight.name in held_names]
     _check_split(weights)
     _check_drawn(sharded)
     cuts = find_cuts(analysis, stages, transfers)
