@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -76,16 +76,10 @@ class Trials(Struct, frozen=True):
 def known_trials() -> Mapping[str, str]:
     """The results of earlier trials with the same code."""
     with suppress(msgspec.DecodeError):
-        trials = _decoded(read_cache(FILE))
+        trials = msgspec.json.decode(read_cache(FILE), type=Trials)
         if trials.versions == _versions():
             return trials.results
     return {}
-
-
-@lru_cache(maxsize=1)
-def _decoded(content: bytes) -> Trials:
-    """The content of the file. A plan reads it several times."""
-    return msgspec.json.decode(content, type=Trials)
 
 
 def keep_trials(results: Mapping[str, str]) -> None:
