@@ -38,7 +38,7 @@ class Candidate:
 
     - `weights`: the weights, with the bytes of each that it divides.
     - `collectives`: the number of collectives in a run, if it is split.
-    - `exchanged`: the bytes that they exchange. Outputs that the runtime joins cost no more than whole ones.
+    - `exchanged`: the bytes that they exchange, without outputs that the runtime joins: these cost no more than whole.
     """
 
     atom: Factor

@@ -40,7 +40,7 @@ def find_broken(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> dict[i
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
     One node of each form runs in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
-    A form that can't be tried may be possible to try with other planned shapes, so that result is not kept.
+    That a form can't be tried is not kept: it may be possible with other planned shapes.
     """
     forms = list(find_forms(analysis, axis_map, choice))
     distinct: Mapping[str, Form] = {form.digest: form for _, form in forms}
