@@ -44,7 +44,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
         return None
     places = {
         atom: number_of
-        for atom, number_of in _starts(graph, _places(graph, axis_map)).items()
+        for atom, number_of in _places(graph, axis_map).items()
         if atom.pinned is None and atom not in mixed
     }
     for atom, number_of in places.items():
@@ -99,7 +99,10 @@ def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
 
 
 def _places(graph: Graph, axis_map: AxisMap) -> Places:
-    """For each factor of dynamic size, by name the inputs and outputs that have it alone on an axis, and that axis."""
+    """For each factor of dynamic size, by name the inputs and outputs that have it alone on an axis, and that axis.
+
+    Left out are factors that no input has, or only inputs that choose among computed values.
+    """
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         # The declared number of axes may differ from the bound one, as of a Reshape to a list of dynamic length. Or an
@@ -110,11 +113,6 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
             leaves = ax.leaves(axis)
             if len(leaves) == 1 and leaves[0].is_atom and not isinstance(size, int):
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
-    return places
-
-
-def _starts(graph: Graph, places: Places) -> Places:
-    """The places of factors that an input has alone, other than inputs that only choose among computed values."""
     inputs = {value.name or "" for value in graph.graph.inputs if not _only_chooses(graph, value)}
     return {atom: number_of for atom, number_of in places.items() if not inputs.isdisjoint(number_of)}
 
@@ -158,7 +156,7 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     from sizes alone, and their axes are not related.
     """
     outputs = _outputs(graph)
-    places = _starts(graph, _places(graph, axis_map))
+    places = _places(graph, axis_map)
     if not places:
         return "no input has an axis of dynamic size that stays one axis"
     best = max(places, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
