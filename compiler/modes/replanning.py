@@ -54,7 +54,26 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         )
     check_entries(file)
     mode = find_mode(file.split_mode)
-    request = Request(
+    request = _request(file, trusts_data)
+    wanted = ALL if file.finest else 1
+    devices = parse_devices([rank.device for rank in file.ranks])
+    analysis = analyze_for(model, devices, request, wanted, _asked_states(file))
+    stages = request.pipeline_stages
+    _check_shapes(analysis, file)
+    if file.states is not None:
+        analysis = replace(analysis, states=tuple(_with_growth(analysis, file.states)))
+    analysis = with_placed(analysis, _check_placed(analysis, file))
+    names = [block.name for block in analysis.partition.blocks]
+    _check_blocks(analysis, file, names)
+    chosen = assignments(file.blocks, stages, names)
+    check_devices(file, devices)
+    resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
+    return replan_in_groups(mode, analysis, resources, request, file, chosen)
+
+
+def _request(file: PlanFile, trusts_data: bool) -> Request:
+    """The request for which the plan of a file is made again."""
+    return Request(
         split_mode=file.split_mode,
         engine=file.engine,
         objective=file.objective,
@@ -72,20 +91,6 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
         memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )
-    wanted = ALL if file.finest else 1
-    devices = parse_devices([rank.device for rank in file.ranks])
-    analysis = analyze_for(model, devices, request, wanted, _asked_states(file))
-    stages = request.pipeline_stages
-    _check_shapes(analysis, file)
-    if file.states is not None:
-        analysis = replace(analysis, states=tuple(_with_growth(analysis, file.states)))
-    analysis = with_placed(analysis, _check_placed(analysis, file))
-    names = [block.name for block in analysis.partition.blocks]
-    _check_blocks(analysis, file, names)
-    chosen = assignments(file.blocks, stages, names)
-    check_devices(file, devices)
-    resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
-    return replan_in_groups(mode, analysis, resources, request, file, chosen)
 
 
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
