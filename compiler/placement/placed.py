@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -50,19 +51,18 @@ def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis
     names = list(dict.fromkeys(devices.values()))
     for name in names:
         own = {node for node, device in fixed.items() if device == name}
-        others = (staying | fixed.keys()) - own
         left = [node for node in movable if node not in gone]
-        gone.update(dict.fromkeys(_going(analysis, left, own, others), name))
+        gone.update(dict.fromkeys(_going(analysis, left, own, (staying | fixed.keys()) - own), name))
     rematerializable = partition.rematerializable - released
     placed = tuple(
         Placed(
             name,
             tuple(weight for weight, device in devices.items() if device == name),
-            tuple(_parts(blocks, [node for node in movable if gone.get(node) == name], PLACED)),
+            tuple(_parts(blocks, {node for node, device in gone.items() if device == name}, PLACED)),
         )
         for name in names
     )
-    rest = tuple(_parts(blocks, [node for node in movable if node not in gone]))
+    rest = tuple(_parts(blocks, set(movable) - gone.keys()))
     if not rest:
         raise MisuseError(
             f"all of the model would go to {', '.join(names)}, with the weights that are placed there: place fewer, or "
@@ -133,11 +133,10 @@ def _staying(costs: Costs, nodes: Iterable[ir.Node], devices: Collection[ir.Valu
     return {node for node in nodes if node in others and (costs.is_product(node) or operator_of(node).reads_part)}
 
 
-def _parts(blocks: Sequence[Block], nodes: Collection[ir.Node], kind: str | None = None) -> Iterable[Block]:
+def _parts(blocks: Sequence[Block], nodes: AbstractSet[ir.Node], kind: str | None = None) -> Iterable[Block]:
     """The blocks with only these nodes, without empty ones."""
-    wanted = set(nodes)
     for block in blocks:
-        if own := tuple(node for node in block.nodes if node in wanted):
+        if own := tuple(node for node in block.nodes if node in nodes):
             yield Block(block.name, kind or block.kind, own)
 
 
