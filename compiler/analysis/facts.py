@@ -31,6 +31,7 @@ from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kept_rows import Chosen
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.fusion.preamble import Preamble
+from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import AskedShapes, AskedStates, Shape, check_order
 from splitc.runtime.adapters.adapter import Adapter
 from splitc.runtime.package.manifest import Slot
@@ -223,6 +224,11 @@ def _is_small(graph: Graph, bound: BoundShapes) -> bool:
     return costs.weight_bytes(graph.nodes) <= LARGEST and sum(map(costs.flops, graph.nodes)) <= MOST_FLOPS
 
 
+@remembered
+def _finer(analysis: Analysis, wanted: int) -> Analysis:
+    return replace(analysis, partition=find_blocks(analysis.graph, analysis.costs, wanted))
+
+
 def with_blocks(analysis: Analysis, wanted: int) -> Analysis:
     """The analysis with at least `wanted` blocks, if the model can be cut that finely."""
-    return replace(analysis, partition=find_blocks(analysis.graph, analysis.costs, wanted))
+    return _finer(analysis, wanted) if wanted > len(analysis.partition.blocks) else analysis

@@ -42,10 +42,12 @@ class RangeMemory:
             {weight: costs.weight_in_memory(weight, size) for weight, size in costs.held(nodes).items()}
             for nodes in needed
         ]
-        self._weights = _Held(weights)
-        self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
+        self._weights = _NeededBytes(weights)
+        self._in_files = _NeededBytes(
+            {v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights
+        )
         # What is fed, and what is kept from one request to the next.
-        self._ends = _Held({v: size(v) for v in own if v.is_graph_input() or v.name in names} for own in ends)
+        self._ends = _NeededBytes({v: size(v) for v in own if v.is_graph_input() or v.name in names} for own in ends)
         self._given = [sum(size(value) for value in given & outputs if value.name not in names) for given in made]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
@@ -119,7 +121,7 @@ class RangeMemory:
         return self.weights(start, end) - self._in_files.of(start, end) + held + peak
 
 
-class _Held:
+class _NeededBytes:
     """The bytes of values that a range of blocks needs, each counted once. `needed` has those of each block."""
 
     def __init__(self, needed: Iterable[Mapping[ir.Value, int]]) -> None:

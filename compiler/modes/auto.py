@@ -25,7 +25,7 @@ from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError
-from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.hardware.devices import threads_for
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.units import format_seconds
@@ -110,26 +110,8 @@ def plan_alternatives(model: Path, resources: Resources, request: Request) -> li
             f"--batch-groups is {request.batch_groups}, and auto mode makes no {request.batch_groups} equal groups of "
             f"{len(resources.devices)} devices for this model: give another number, or choose the mode (--split-mode)"
         )
-    analyses = _Analyses(model, resources.devices, request)
-    return [_try(option, analyses, resources, request) for option in counted("planning candidates", options)]
-
-
-class _Analyses:
-    """The model's analysis, with finer blocks if a plan needs more of them."""
-
-    def __init__(self, model: Path, devices: Sequence[Device], asked: Request) -> None:
-        self._first = analyze_for(model, devices, asked, 1, asked.asked_states)
-        self._finer: dict[int, Analysis] = {}
-
-    def get(self, stages: int, devices: int) -> Analysis:
-        analysis = self._first
-        if stages > len(analysis.partition.blocks):
-            if stages not in self._finer:
-                self._finer[stages] = with_blocks(analysis, stages)
-            analysis = self._finer[stages]
-        if devices > 1:
-            check_divisible(analysis)
-        return analysis
+    analysis = analyze_for(model, resources.devices, request, 1, request.asked_states)
+    return [_try(option, analysis, resources, request) for option in counted("planning candidates", options)]
 
 
 def _options(resources: Resources, request: Request) -> list[_Option]:
@@ -171,7 +153,7 @@ def _order(way: Way) -> tuple[bool, int, int, int]:
     return way.stages < size, way.stages if way.stages < size else 0, way.groups, way.devices
 
 
-def _try(option: _Option, analyses: _Analyses, resources: Resources, request: Request) -> Tried:
+def _try(option: _Option, analysis: Analysis, resources: Resources, request: Request) -> Tried:
     """Plan one option, on the devices with the largest budgets, each group inside a host if possible."""
     way, mode = option.way, find_mode(option.mode)
     groups = way.groups * way.stages
@@ -187,7 +169,10 @@ def _try(option: _Option, analyses: _Analyses, resources: Resources, request: Re
     )
     inside = way.devices // way.groups
     try:
-        plan = plan_in_groups(mode, analyses.get(mode.stages(wanted, inside), inside), taken, wanted)
+        analysis = with_blocks(analysis, mode.stages(wanted, inside))
+        if inside > 1:
+            check_divisible(analysis)
+        plan = plan_in_groups(mode, analysis, taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         why = re.split(r"[:;]\s", str(error), maxsplit=1)[0]  # names may have colons
         return Alternative(option.name, option.mode, way.devices, refused=why), error

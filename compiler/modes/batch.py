@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from splitc.compiler.modes.layer import plan_layers, replan_layers
-from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.layer import MODE as LAYER
+from splitc.compiler.modes.mode import Way
 from splitc.compiler.placement.asked import asked_devices
 from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
@@ -23,4 +24,4 @@ def _groups(request: Request, devices: Sequence[Device]) -> int:
     return len(devices) // next((size for size in sizes if len(devices) % size == 0), len(devices))
 
 
-MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=replan_layers, groups=_groups)
+MODE = replace(LAYER, ways=_ways, groups=_groups)

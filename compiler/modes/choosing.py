@@ -43,11 +43,11 @@ def make_plan(
     if request.interconnect is not None:
         machine = msgspec.structs.replace(machine, interconnect=parse_link(request.interconnect))
     resources = Resources(tuple(devices), tuple(budgets), request.threads, timer, machine)
-    plan = _make_plan(model, resources, request)
+    plan = _plan_or_fall_back(model, resources, request)
     return replace(plan, warnings=(*plan.warnings, *_host_warnings(resources, request)))
 
 
-def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
+def _plan_or_fall_back(model: Path, resources: Resources, request: Request) -> Plan:
     if request.split_mode == AUTO:
         return plan_auto(model, resources, request)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,17 +73,8 @@ def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Valu
 def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
     """The plan of the least count that succeeds, by bisection up to about `most`: larger counts succeed too."""
     high = next((count for count in (most, most - 1) if count > 0 and attempt(count) is not None), 0)
-    low = 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if attempt(middle) is not None else (middle + 1, high)
-    return attempt(high) if high else None
-
-
-def _placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
-    """The estimated seconds of a stage on the device at `place`, while the others wait."""
-    threads = threads_for(resources.devices, resources.threads)
-    return find_pace(resources.devices[place], threads, 1, resources.machine).seconds(analysis.costs, stage.nodes)
+    fewer = range(1, high)
+    return attempt(1 + bisect_left(fewer, True, key=lambda count: attempt(count) is not None)) if high else None
 
 
 def placed_ranks(
@@ -98,11 +89,12 @@ def placed_ranks(
 
     Each rank is a group of its own; or all belong to `group`, numbered from `part` on.
     """
-    first = len(stages) - len(analysis.partition.placed)
+    first, threads = len(stages) - len(analysis.partition.placed), threads_for(resources.devices, resources.threads)
     ranks = []
     for number, placed in enumerate(analysis.partition.placed, first):
         place, stage = [str(device) for device in resources.devices].index(placed.device), stages[number]
         memory = rank_memory(analysis, stage, number, transfers)
+        pace = find_pace(resources.devices[place], threads, 1, resources.machine)  # the others wait
         rank = RankPlan(
             resources.devices[place],
             resources.budgets[place],
@@ -111,7 +103,7 @@ def placed_ranks(
             number if group is None else group,
             0 if group is None else part + number - first,
             as_measured(analysis, resources, place, stage.blocks, memory),
-            _placed_seconds(analysis, resources, place, stage),
+            pace.seconds(analysis.costs, stage.nodes),
         )
         ranks.append(rank)
     return ranks
@@ -145,12 +137,20 @@ def rank_memory(
     return replace(memory, nodes=costs.count_run(stage.nodes))
 
 
-def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, count: int) -> list[CutPlan]:
-    """For each rank from number `first` on, the values that it exchanges with all others, in both directions."""
+def find_cuts(analysis: Analysis, stages: Sequence[Stage], transfers: Sequence[Transfer]) -> list[CutPlan]:
+    """For each cut between stages of blocks, the values that a stage before it sends to a stage after it.
+
+    Then, for each device with placed weights, the values that it exchanges with all others, in both directions.
+    """
+    size, count = analysis.costs.value_bytes, len(stages) - len(analysis.partition.placed)
     cuts = []
-    for number in range(first, count):
-        values = [transfer.value for transfer in transfers if transfer.has(number)]
-        cuts.append(CutPlan(tuple(dict.fromkeys(values)), sum(map(analysis.costs.value_bytes, values)), True))
+    for number in range(1, count):
+        sent = {value for stage in stages[:number] for value in stage.sends}
+        values = dict.fromkeys(value for stage in stages[number:count] for value in stage.receives if value in sent)
+        cuts.append(CutPlan(tuple(values), sum(map(size, values))))
+    for number in range(count, len(stages)):
+        exchanged = [transfer.value for transfer in transfers if transfer.has(number)]
+        cuts.append(CutPlan(tuple(dict.fromkeys(exchanged)), sum(map(size, exchanged)), True))
     return cuts
 
 

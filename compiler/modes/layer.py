@@ -16,7 +16,7 @@ from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, find_teams, find_transfers, with_transfers
 from splitc.compiler.modes.detours import (
     block_places,
-    detour_cuts,
+    find_cuts,
     placed_ranks,
     predict_detours,
     rank_memory,
@@ -25,7 +25,7 @@ from splitc.compiler.modes.detours import (
     take_placed,
 )
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
-from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.measured import as_measured
@@ -49,7 +49,7 @@ class LayerSplit(WholeValues):
     """
 
     transfers: tuple[Transfer, ...] = ()
-    is_radial = False
+    whole = ""  # no weight is split
 
     @property
     def rewrites(self) -> bool:
@@ -116,13 +116,13 @@ def _plan_blocks(analysis: Analysis, resources: Resources, request: Request) -> 
     if len(places) == 1 < len(devices):  # its memory is checked later, when the transfers are known
         chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]
     else:
-        chosen = _choose(analysis, resources.take(places), request, [seconds[place] for place in places], places)
+        chosen = _find_ranges(analysis, resources.take(places), request, [seconds[place] for place in places], places)
     plan = _make_plan(analysis, resources, request, chosen, seconds)
     check_memory(plan)
     return plan
 
 
-def _choose(
+def _find_ranges(
     analysis: Analysis,
     resources: Resources,
     request: Request,
@@ -180,7 +180,7 @@ def _make_plan(
             [*own, *placed_ranks(analysis, resources, stages, transfers)], rematerialized(analysis, stages), strict=True
         )
     ]
-    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    cuts = find_cuts(analysis, stages, transfers)
     return assemble(analysis, request, LayerSplit(analysis, tuple(transfers)), ranks, cuts)
 
 
@@ -207,4 +207,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number, number) for number in numbers]
 
 
-MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=replan_layers)
+MODE = Mode(ways=_ways, plan=plan_layers, replan=replan_layers, stages=lambda request, devices: devices)

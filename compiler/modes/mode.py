@@ -63,16 +63,16 @@ class WholeValues:
 class Mode:
     """The functions of a mode.
 
-    - `stages`: the number of stages for a request and a number of devices.
     - `ways`: the ways that auto mode tries, for the numbers of devices on each host, and the numbers of devices to try.
     - `plan`: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
       can't fulfil, DoesNotFitError if the devices can't hold the model.
     - `replan`: makes the plan that a plan file describes, from the assignments of its blocks. Raises as `plan` does.
+    - `stages`: the number of stages for a request and a number of devices.
     - `groups`: the number of groups of devices, each with the whole model, for a request.
     """
 
-    stages: Callable[[Request, int], int]
     ways: Callable[[Sequence[int], Sequence[int]], Sequence[Way]]
     plan: Callable[[Analysis, Resources, Request], Plan]
     replan: Callable[[Analysis, Resources, Request, PlanFile, Sequence[Assignment]], Plan]
+    stages: Callable[[Request, int], int] = lambda request, devices: request.pipeline_stages
     groups: Callable[[Request, Sequence[Device]], int] = lambda request, devices: request.batch_groups

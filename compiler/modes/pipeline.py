@@ -1,4 +1,4 @@
-"""What modes with stages share: the choice of cuts, the values that cross them, and a pipeline's time."""
+"""What modes with stages share: the choice of cuts, what stages repeat, and a pipeline's time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def choose_stages(
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )
-    return _choose(costs, targets, request)
+    return _spread_stages(costs, targets, request)
 
 
 def _sums(seconds: Sequence[float]) -> Callable[[int, int], float]:
@@ -75,7 +75,7 @@ def _range_memory(analysis: Analysis) -> RangeMemory:
     return RangeMemory(analysis.costs, analysis.states, analysis.partition)
 
 
-def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
+def _spread_stages(costs: StageCosts, targets: Sequence[Target], request: Request) -> list[Assignment]:
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
     In a convolutional network the first blocks take most of the time, and the last ones have most of the weights: by
@@ -113,16 +113,6 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
         before.update(stage.nodes)
         held.update(own)
     return repeated
-
-
-def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut, the values that a stage before it sends to a stage after it."""
-    cuts = []
-    for number in range(1, len(stages)):
-        sent = {value for stage in stages[:number] for value in stage.sends}
-        values = dict.fromkeys(value for stage in stages[number:] for value in stage.receives if value in sent)
-        cuts.append(CutPlan(tuple(values), sum(map(analysis.costs.value_bytes, values))))
-    return cuts
 
 
 def predict_pipeline(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -53,7 +54,26 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         )
     check_entries(file)
     mode = find_mode(file.split_mode)
-    request = Request(
+    request = _request(file, trusts_data)
+    wanted = ALL if file.finest else 1
+    devices = parse_devices([rank.device for rank in file.ranks])
+    analysis = analyze_for(model, devices, request, wanted, _asked_states(file))
+    stages = request.pipeline_stages
+    _check_shapes(analysis, file)
+    if file.states is not None:
+        analysis = replace(analysis, states=tuple(_with_growth(analysis, file.states)))
+    analysis = with_placed(analysis, _check_placed(analysis, file))
+    names = [block.name for block in analysis.partition.blocks]
+    _check_blocks(analysis, file, names)
+    chosen = assignments(file.blocks, stages, names)
+    check_devices(file, devices)
+    resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
+    return replan_in_groups(mode, analysis, resources, request, file, chosen)
+
+
+def _request(file: PlanFile, trusts_data: bool) -> Request:
+    """The request for which the plan of a file is made again."""
+    return Request(
         split_mode=file.split_mode,
         engine=file.engine,
         objective=file.objective,
@@ -71,20 +91,6 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
         memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )
-    wanted = ALL if file.finest else 1
-    devices = parse_devices([rank.device for rank in file.ranks])
-    analysis = analyze_for(model, devices, request, wanted, _asked_states(file))
-    stages = request.pipeline_stages
-    _check_shapes(analysis, file)
-    if file.states is not None:
-        analysis = replace(analysis, states=tuple(_with_growth(analysis, file.states)))
-    analysis = with_placed(analysis, _check_placed(analysis, file))
-    names = [block.name for block in analysis.partition.blocks]
-    _check_blocks(analysis, file, names)
-    chosen = assignments(file.blocks, stages, names)
-    check_devices(file, devices)
-    resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
-    return replan_in_groups(mode, analysis, resources, request, file, chosen)
 
 
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
@@ -172,16 +178,13 @@ def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) ->
     if missing := [name for name in names if name not in blocks]:
         raise MisuseError(f'the plan leaves out the block {missing[0]}: add a line for it under "blocks"')
     runs: list[Assignment] = []
-    for index, name in enumerate(names):
-        rank = blocks[name]
-        last: Assignment | None = runs[-1] if runs else None
-        if last and rank < last.target:
+    start = 0
+    for stage, own in groupby(names, blocks.__getitem__):
+        if runs and stage < runs[-1].target:
             raise MisuseError(
-                f'the plan has the line "{name}: {rank}" after a block in stage {last.target}: '
+                f'the plan has the line "{names[start]}: {stage}" after a block in stage {runs[-1].target}: '
                 "stages hold consecutive blocks, in their order"
             )
-        if last and rank == last.target:
-            runs[-1] = Assignment(rank, last.start, index + 1)
-        else:
-            runs.append(Assignment(rank, index, index + 1))
+        runs.append(Assignment(stage, start, start + len(list(own))))
+        start = runs[-1].end
     return runs

@@ -20,6 +20,7 @@ from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
 from splitc.compiler.planning.plan import Plan, Replicas
 from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
@@ -68,17 +69,15 @@ def _joining(analysis: Analysis, replicas: Replicas, clock: Clock) -> float:
 def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """The plan in a mode, with as many replicas as the request and the mode ask for.
 
-    Each group is inside a host if possible. Raises as `mode.plan` does, CannotSplitError if the rows of a batch can't
-    be divided, and MisuseError unless the devices can be divided into equal groups.
+    Each group is inside a host if possible. The devices can be divided into equal groups (`check_groups`). Raises as
+    `mode.plan` does, and CannotSplitError if the rows of a batch can't be divided.
     """
-    count = len(resources.devices)
     groups = mode.groups(request, resources.devices)
     placed = asked_places(analysis.costs, resources.devices, request) if request.places_weights else {}
     if groups == 1:
         return mode.plan(take_placed(analysis, resources.devices, placed), resources, request)
-    check_groups(request, count, groups)
     rows = tried_rows(analysis)
-    size = count // groups
+    size = len(resources.devices) // groups
     order = group_devices(resources.devices, resources.budgets, groups, size)
     resources = resources.take(order)
     tightest = _tightest(resources, size)
@@ -86,7 +85,9 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
     analysis = take_placed(analysis, tightest.devices, {weight: names[device] for weight, device in placed.items()})
     asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
     shares = _speeds(analysis, resources, tightest.devices) if asked is None else _sums(asked, size)
-    inside = None if asked is None or size == 1 else _inside(asked, size)
+    if asked is not None:
+        _check_inside(asked, size)
+    inside = None if asked is None or size == 1 else asked[:size]
     alone = replace(request, batch_groups=1, tensor_split=inside)
     return _divided(analysis, resources, shares, rows, lambda own: mode.plan(own, tightest, alone))
 
@@ -105,14 +106,15 @@ def replan_in_groups(
         raise MisuseError(f"the plan's ranks have the stages {stages}, which are not those of {groups} equal groups")
     rows = tried_rows(analysis)
     asked = [rank.share for rank in file.ranks]
-    shares, inside = _sums(asked, size), _inside(asked, size)
+    _check_inside(asked, size)
     tightest = _tightest(resources, size)
     analysis = on_devices(analysis, _same_places(resources.devices, tightest.devices))
-    entries = [
-        msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
-    ]
-    alone = msgspec.structs.replace(file, ranks=entries, batch_groups=1)
-    return _divided(analysis, resources, shares, rows, lambda own: mode.replan(own, tightest, request, alone, chosen))
+    alone = msgspec.structs.replace(file, ranks=file.ranks[:size], batch_groups=1)
+
+    def replan_one(own: Analysis) -> Plan:
+        return mode.replan(own, tightest, request, alone, chosen)
+
+    return _divided(analysis, resources, _sums(asked, size), rows, replan_one)
 
 
 def _divided(
@@ -136,7 +138,8 @@ def _divided(
             f"{error}\nThese are the devices of one group. Each of the {len(counts)} groups holds the whole model "
             "(batch mode, --batch-groups), so each needs as much."
         ) from error
-    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
+    replicas = Replicas(plans[most], tuple(shares), rows, tuple(counts), tuple(plans[own].analysis for own in analyses))
+    plan = _joined(analysis, resources, replicas, [plans[own] for own in analyses])
     check_memory(plan)
     return plan
 
@@ -163,8 +166,8 @@ def _sums(shares: Sequence[float], size: int) -> list[float]:
     return [own / sums[0] for own in sums]
 
 
-def _inside(shares: Sequence[float], size: int) -> list[float]:
-    """The shares of a group's devices. Raises MisuseError unless they are proportional in all groups."""
+def _check_inside(shares: Sequence[float], size: int) -> None:
+    """Raise MisuseError unless the shares of a group's devices are proportional to those in all other groups."""
     first = np.array(shares[:size])
     for start in range(size, len(shares), size):
         own = np.array(shares[start : start + size])
@@ -174,7 +177,6 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
                 f"the shares inside the groups differ, {given} and {other}: all groups hold the same, so give them in "
                 "the same proportion, as in 3,1,3,1"
             )
-    return [float(share) for share in first]
 
 
 def _tightest(resources: Resources, size: int) -> Resources:
@@ -189,33 +191,17 @@ def _tightest(resources: Resources, size: int) -> Resources:
     return replace(resources.take(range(first, first + size)), budgets=tuple(budgets), threads=threads)
 
 
-def _joined(
-    analysis: Analysis,
-    resources: Resources,
-    first: Plan,
-    plans: Sequence[Plan],
-    shares: Sequence[float],
-    counts: Sequence[int],
-    rows: Mapping[str, int],
-) -> Plan:
-    """The plan of all groups, which hold the same as `first`. `plans` are those of each group for its rows."""
-    size = len(resources.devices) // len(shares)
-    places = [resources.devices.index(rank.device) % size for rank in first.ranks]
-    ranks = []
-    for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
-        same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first.ranks]
-        for place, rank, own in zip(places, first.ranks, plan.ranks if same else first.ranks, strict=True):
-            device, budget = resources.devices[number * size + place], resources.budgets[number * size + place]
-            planned = replace(own, device=device, budget=budget, share=rank.share * share, replica=number)
-            ranks.append(planned)
+def _joined(analysis: Analysis, resources: Resources, replicas: Replicas, plans: Sequence[Plan]) -> Plan:
+    """The plan of all groups, which hold the same as the first replica. `plans` are those of each for its rows."""
+    first, count = replicas.first, len(replicas.first.ranks)
+    ranks = _all_ranks(resources, replicas, plans)
     devices = [rank.device for rank in ranks]
-    if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
+    if choose_engine(None, devices) != choose_engine(None, devices[:count]):
         raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
-    count = len(first.ranks)
     unchecked = memory_warnings(first.ranks)
     others = [warning for warning in first.warnings if warning not in unchecked]
     warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *others))
-    names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
+    names = _same_places([rank.device for rank in first.ranks], devices[:count])
     first = replace(
         first,
         analysis=on_devices(first.analysis, names),
@@ -227,8 +213,22 @@ def _joined(
         analysis=replace(analysis, partition=partition) if partition.placed else analysis,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
-        replicas=Replicas(first, tuple(shares), rows, tuple(counts), tuple(plan.analysis for plan in plans)),
+        replicas=replace(replicas, first=first),
     )
+
+
+def _all_ranks(resources: Resources, replicas: Replicas, plans: Sequence[Plan]) -> list[RankPlan]:
+    """The ranks of all groups on their own devices. A plan with other blocks than the first counts as the first."""
+    first = replicas.first.ranks
+    size = len(resources.devices) // len(plans)
+    places = [resources.devices.index(rank.device) % size for rank in first]
+    ranks = []
+    for number, (plan, share) in enumerate(zip(plans, replicas.shares, strict=True)):
+        same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first]
+        for place, rank, own in zip(places, first, plan.ranks if same else first, strict=True):
+            device, budget = resources.devices[number * size + place], resources.budgets[number * size + place]
+            ranks.append(replace(own, device=device, budget=budget, share=rank.share * share, replica=number))
+    return ranks
 
 
 def check_groups(request: Request, count: int, groups: int) -> None:

@@ -7,7 +7,7 @@ with N outputs has N rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.products import Product, Products, SlicedProducts, find_products, slice_products
 from splitc.compiler.sharding.report import sliced_weights
 from splitc.compiler.sharding.sharded_model import held_shards
@@ -45,8 +44,6 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# Where unsliced weights are held, for messages.
-WHOLE = "on the main device"
 # Minimum share of the model's weights that can be sliced: less does not justify round trips in each block. A choice: of
 # 11 models four can slice nothing, one 0.01, and six more than 0.3.
 LEAST_SHARE = 0.1
@@ -63,7 +60,7 @@ class RowSplit(WholeValues):
     sliced: SlicedProducts
     row_min: int
     rewrites = True
-    is_radial = True
+    whole = "on the main device"
 
     @property
     def collectives(self) -> int:
@@ -160,30 +157,21 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     sliced = _slice(analysis, products, [float(share) for share in shares])
     _check_slices(sliced, resources, shares)
     seconds = _rank_seconds(analysis, resources, sliced)
-    # Most ranks have equally many columns, and so equal memory. The main rank also has the rest of the model.
-    kinds = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
-    first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
-    stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
-    memories = {kind: sliced_memory(analysis, sliced, stage, number) for kind, number in first.items()}
-    main = as_measured(analysis, resources, 0, stage.blocks, memories[kinds[0]])
-    crossing = {kind: _crossing(analysis, sliced, number) for kind, number in first.items() if number}
+    # Most ranks have as many columns, and so as much memory, as an earlier one; the main rank also has all else.
+    columns = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
+    alike = [columns.index(own) for own in columns]
+    stages = {number: _rank_stage(analysis, sliced, stage, number) for number in {*alike}}
+    memories = {number: _sliced_memory(analysis, sliced, stage, number) for number in {*alike}}
+    memories[0] = as_measured(analysis, resources, 0, stage.blocks, memories[0])
+    crossing = {number: _crossing(analysis, sliced, number) for number in {*alike[1:]}}
     ranks = [
-        RankPlan(
-            device,
-            budgets[number],
-            float(shares[number]),
-            stages[kinds[number]],
-            0,
-            number,
-            memories[kinds[number]] if number else main,
-            seconds[number],
-        )
-        for number, device in enumerate(devices)
+        RankPlan(device, budget, float(share), stages[like], 0, number, memories[like], seconds[number])
+        for number, (device, budget, share, like) in enumerate(zip(devices, budgets, shares, alike, strict=True))
     ]
     weights = sliced_weights(analysis, products, sliced.columns)
-    cuts = [crossing[kind] for kind in kinds[1:]]
-    plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights, WHOLE)
-    check_memory(plan, WHOLE)
+    cuts = [crossing[number] for number in alike[1:]]
+    plan = assemble(analysis, request, RowSplit(analysis, sliced, request.row_min), ranks, cuts, weights)
+    check_memory(plan)
     return replace(plan, warnings=(*plan.warnings, *broken_rules(broken)))
 
 
@@ -194,8 +182,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
     while True:
         products = find_products(analysis, least, opaque)
         columns = tuple(dict.fromkeys(product.columns for product in products.sliceable))
-        choice = Choice(columns, {}, (), {}, NO_SUMS)
-        broken = find_broken(analysis.graph, products.axis_map, choice, analysis.costs.bound.shapes)
+        broken = find_broken(analysis, products.axis_map, Choice(columns))
         if not broken:
             return products, opaque
         opaque.update(broken)
@@ -203,7 +190,7 @@ def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node
 
 def _slice(analysis: Analysis, products: Products, shares: Sequence[float]) -> SlicedProducts:
     """The products sliced by the shares, in rounds, without those whose columns all stay on the main rank."""
-    columns = slice_products(analysis.graph, products, shares, analysis.costs.value_bytes)
+    columns = slice_products(analysis, products, shares)
     sliced = [product for product in products.sliceable if product.columns in columns.ranges]
     return SlicedProducts(analysis.graph, _rounds(analysis, tuple(sliced)), columns)
 
@@ -222,7 +209,7 @@ def _whole(analysis: Analysis) -> Stage:
 
 def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -> None:
     """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message names the readers of the weights."""
-    halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
+    halves = slice_products(analysis, products, [1.0, 1.0])
     weights = sliced_weights(analysis, products, halves)
     total = sum(weight.bytes for weight in weights)
     if not total:
@@ -257,7 +244,7 @@ def _shares_of_free_memory(
         return as_shares(budgets)
     count = len(budgets)
     split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
-    main = sliced_memory(analysis, split, stage, 0).total
+    main = _sliced_memory(analysis, split, stage, 0).total
     takes = (product_stage(analysis.graph, products).receives for products in split.rounds)
     taken = max((sum(map(analysis.costs.value_bytes, values)) for values in takes), default=0)
     left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(known)]
@@ -267,7 +254,7 @@ def _shares_of_free_memory(
 def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[float]) -> None:
     """Raise CannotSplitError if a device would have no column of any product."""
     for number in range(1, len(resources.devices)):
-        if not split.of_rank(number, list(split.products.values())):
+        if not split.of_rank(number):
             raise CannotSplitError(
                 f"row mode leaves nothing for rank {number} ({resources.devices[number]}): its share is "
                 f"{shares[number] / sum(shares):.2%}, less than one column of any weight. Leave it out with -d, give "
@@ -279,30 +266,18 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
     """A rank's stage: the whole model on the main rank; its products, with their blocks, on any other."""
     if number == 0:
         return stage
-    own = split.of_rank(number, list(split.products.values()))
+    own = split.of_rank(number)
     nodes = {product.node for product in own}
     blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_upstream(block)]
     return product_stage(analysis.graph, own, blocks)
 
 
-def _exchanged(
-    analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
-) -> tuple[list[ir.Value], dict[ir.Value, int]]:
-    """The inputs that a rank receives for some products, and the bytes of its columns of each result."""
-    own = split.of_rank(number, list(products))
-    takes = list(dict.fromkeys(value for product in own for value in product.takes))
-    gives = {
-        product.result: int(analysis.costs.value_bytes(product.result) * split.share(number, product))
-        for product in own
-    }
-    return takes, gives
-
-
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
     """The values that a rank exchanges with the main one in a run, in both directions, each once."""
-    takes, gives = _exchanged(analysis, split, number, split.products.values())
-    crossing = sum(map(analysis.costs.value_bytes, takes)) + sum(gives.values())
-    return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
+    own, size = split.of_rank(number), analysis.costs.value_bytes
+    takes = dict.fromkeys(value for product in own for value in product.takes)
+    gives = {product.result: int(size(product.result) * split.share(number, product)) for product in own}
+    return CutPlan(tuple({**takes, **gives}), sum(map(size, takes)) + sum(gives.values()))
 
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:
@@ -319,6 +294,37 @@ def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProduct
     return [whole - sum(seconds[1:]), *seconds[1:]]
 
 
+def _sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
+    """A rank's memory. The main rank holds everything except the other ranks' slices.
+
+    Any other rank holds its slices, the inputs of its products, and its columns of their results.
+    """
+    own, count = split.of_rank(number), len(split.products)
+    if number == 0:
+        elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
+        held = held_shards(analysis.costs, split.columns, [node for node in stage.nodes if node not in elsewhere], 0)
+        states = analysis.states
+    else:
+        # Exchanged values are computed inside the engine.
+        stage, states, count = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), len(own)
+        held = held_shards(analysis.costs, split.columns, stage.nodes, number)
+    held = replace(held, size=analysis.costs.value_bytes, rounds=_rounds_of(split, number))
+    memory = stage_memory(analysis.costs, states, stage, held)
+    return replace(memory, nodes=memory.nodes + PASSING * count)
+
+
+def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:
+    """A rank's products, sends and receives in each round."""
+    works = [split.work(rank) for rank in range(split.columns.ranks)]
+    rounds = []
+    for (products, *others), own in zip(zip(split.rounds, *works[1:], strict=True), works[number], strict=True):
+        of_rank = own.products if number else products
+        shares = {one.node: {rank: split.share(rank, one) for rank in split.ranks(one)} for one in of_rank}
+        sent = [] if number else [work.takes for work in others]
+        rounds.append(Round(shares, sent, own.takes if number else (), number))
+    return rounds
+
+
 def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
@@ -333,36 +339,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number) for number in single_groups(hosts, numbers)]
 
 
-MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_rows, replan=_replan)
-
-
-def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """A rank's memory. The main rank holds everything except the other ranks' slices.
-
-    Any other rank holds its slices, the inputs of its products, and its columns of their results.
-    """
-    products = list(split.products.values())
-    own = split.of_rank(number, products)
-    if number == 0:
-        elsewhere = {product.node for product in products} - {product.node for product in own}
-        held = held_shards(analysis.costs, split.columns, [node for node in stage.nodes if node not in elsewhere], 0)
-        states = analysis.states
-    else:
-        # Exchanged values are computed inside the engine.
-        stage, states, products = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), own
-        held = held_shards(analysis.costs, split.columns, stage.nodes, number)
-    held = replace(held, size=analysis.costs.value_bytes, rounds=_rounds_of(split, number))
-    memory = stage_memory(analysis.costs, states, stage, held)
-    return replace(memory, nodes=memory.nodes + PASSING * len(products))
-
-
-def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:
-    """A rank's products, sends and receives in each round."""
-    works = [split.work(rank) for rank in range(split.columns.ranks)]
-    rounds = []
-    for (products, *others), own in zip(zip(split.rounds, *works[1:], strict=True), works[number], strict=True):
-        of_rank = own.products if number else products
-        shares = {one.node: {rank: split.share(rank, one) for rank in split.ranks(one)} for one in of_rank}
-        sent = [] if number else [work.takes for work in others]
-        rounds.append(Round(shares, sent, own.takes if number else (), number))
-    return rounds
+MODE = Mode(ways=_ways, plan=plan_rows, replan=_replan)

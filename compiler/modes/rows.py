@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,6 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes, probes_of
 from splitc.compiler.sharding.batch import BatchAxes, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.row_numbers import (
     RowNumbers,
     find_row_numbers,
@@ -147,8 +146,7 @@ def _search(analysis: Analysis, attempt: _Attempt) -> tuple[BatchAxes | None, _O
             return None, opaque
         known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.indexing.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
-        chosen = Choice(rows.atoms, {}, (), {}, NO_SUMS)
-        broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
+        broken = find_broken(analysis, replace(axis_map, operations=tried), Choice(rows.atoms))
         if broken:
             values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
             broken = {
@@ -174,10 +172,7 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict
         return {}
     planned = planned_rows(analysis, rows.axes)
     times = 2 + max([bound // max(1, planned) for bound in _slice_ends(axis_map)], default=0)
-    shapes = {
-        name: tuple(size * times if number == rows.axes.get(name) else size for number, size in enumerate(shape))
-        for name, shape in analysis.shapes.items()
-    }
+    shapes = _resized(analysis.shapes, rows.axes, lambda size: size * times)
     grown, given = bind_shapes(analysis.graph.model, shapes, defaults=True), analysis.costs.bound
     uncertain = grown.uncertain | given.uncertain
 
@@ -219,15 +214,8 @@ def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:
 
 @remembered
 def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, whole: int) -> Analysis:
-    number_of = dict(axes)
-
     def cut(shapes: Mapping[str, Shape], most: int) -> dict[str, Shape]:
-        changed = {}
-        for name, shape in shapes.items():
-            axis = number_of.get(name)
-            size = 0 if axis is None else max(1, -(-shape[axis] * most // max(1, whole)))
-            changed[name] = shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
-        return changed
+        return _resized(shapes, dict(axes), lambda size: max(1, -(-size * most // max(1, whole))))
 
     shapes = cut(analysis.shapes, rows)
     bound = bind_shapes(analysis.graph.model, shapes, defaults=True)
@@ -238,6 +226,14 @@ def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, 
         typical=cut(analysis.typical, rows),
         costs=replace(analysis.costs, bound=bound),
     )
+
+
+def _resized(shapes: Mapping[str, Shape], axes: Mapping[str, int], size: Callable[[int], int]) -> dict[str, Shape]:
+    """The shapes with another `size` along these axes, by name."""
+    return {
+        name: tuple(size(own) if number == axes.get(name) else own for number, own in enumerate(shape))
+        for name, shape in shapes.items()
+    }
 
 
 def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysis:
@@ -261,8 +257,8 @@ def row_sources(analysis: Analysis, axes: Mapping[str, int]) -> list[str]:
     names = {value.name or "" for value in (*graph.outputs, *read) if value is not None}
 
     def made(of_all: Collection[str]) -> tuple[Mapping[str, Shape], frozenset[str]]:
-        shapes = {name: _with_size(shape, axes.get(name), 1) for name, shape in analysis.shapes.items()}
-        shapes |= {name: _with_size(analysis.shapes[name], axes[name], SOME_ROWS) for name in of_all}
+        shapes = _resized(analysis.shapes, axes, lambda _: 1)
+        shapes |= _resized({name: analysis.shapes[name] for name in of_all}, axes, lambda _: SOME_ROWS)
         bound = bind_shapes(graph.model, shapes, defaults=True)
         return {name: bound.shapes[name] for name in names if name in bound.shapes}, bound.uncertain & names
 
@@ -272,7 +268,3 @@ def row_sources(analysis: Analysis, axes: Mapping[str, int]) -> list[str]:
         if not whole[1] and made(left) == whole:
             sources = left
     return sources
-
-
-def _with_size(shape: Shape, axis: int | None, size: int) -> Shape:
-    return shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])

@@ -5,7 +5,7 @@ As in Megatron, matrices are column-, then row-parallel, with one all-reduce aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,13 +14,13 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory
-from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.lowering.transfers import find_transfers
-from splitc.compiler.modes.detours import block_places, detour_cuts, placed_ranks, rank_memory
+from splitc.compiler.lowering.transfers import Transfer, find_transfers
+from splitc.compiler.modes.detours import block_places, find_cuts, placed_ranks, rank_memory
 from splitc.compiler.modes.mode import Mode, Way
-from splitc.compiler.modes.pipeline import choose_stages, rematerialized, stage_cuts
-from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
+from splitc.compiler.modes.pipeline import choose_stages, rematerialized
+from splitc.compiler.modes.tensor_axes import TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
@@ -30,7 +30,7 @@ from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
-from splitc.compiler.planning.resources import Budget, Resources
+from splitc.compiler.planning.resources import Budget, Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.report import WeightSplit, sharded_share, sharded_weights
@@ -44,8 +44,6 @@ from splitc.runtime.units import first_few, format_bytes, plural
 # head, a detector's last convolutions, or the vocabulary of a model whose products are quantized, is no tensor mode. A
 # choice.
 LEAST_SHARE = 0.25
-# Where unsharded weights are held, for messages.
-WHOLE = "whole on each rank"
 # Why there is no plan with a fallback, though there would be one without.
 SLOWER = "tensor mode splits this model only with collectives that take longer than they save"
 
@@ -60,29 +58,19 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     stages, places = request.pipeline_stages, block_places(analysis, resources.devices)
     count = len(places) // stages
     _check_groups(analysis, [resources.devices[place] for place in places], stages)
-    all_shares, own = request.tensor_split or resources.shares, resources.take(places)
+    all_shares, own = request.tensor_split or as_shares(resources.budgets), resources.take(places)
     order = [places[place] for place in group_devices(own.devices, own.budgets, stages, count)]
     apart = [place for place in range(len(resources.devices)) if place not in places]
-    resources, shares = resources.take([*order, *apart]), [all_shares[place] for place in order]
-    devices = resources.devices[: len(order)]
-    budgets = list(zip(resources.devices, resources.budgets, strict=True))
-    targets = [
-        Target(
-            f"group {number}",
-            sum(shares[first : first + count]),
-            _total(search_budget(request, *own) for own in budgets[first : first + count]),
-            host=devices[first].host,
-        )
-        for number, first in enumerate(range(0, len(devices), count))
-    ]
-    seconds = block_seconds(analysis, resources, range(0, len(devices), count))
+    resources, shares = resources.take([*order, *apart]), [float(all_shares[place]) for place in order]
+    seconds = block_seconds(analysis, resources, range(0, len(order), count))
     if stages == 1:  # each rank's memory is checked later, when the shards are known
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
-        chosen = choose_stages(analysis, seconds, targets, request, resources)
-    all_shares = [float(share) for share in shares]
-    make = partial(_make_plan, analysis, resources, request, all_shares, chosen, seconds)
-    fast = fast_axes(analysis, count, _rates(resources, count))
+        chosen = choose_stages(analysis, seconds, _targets(resources, request, shares, count), request, resources)
+    make = partial(_make_plan, analysis, resources, request, shares, chosen, seconds)
+    threads = threads_for(resources.devices, resources.threads)
+    pace = find_pace(resources.devices[0], threads, len(resources.devices), resources.machine)
+    fast = fast_axes(analysis, count, pace, sum_link(resources.devices[:count], resources.machine))
     try:
         plan = make(fast)
     except (CannotSplitError, DoesNotFitError) as error:
@@ -94,10 +82,29 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         return make(small)
     if _block_share(plan) >= LEAST_SHARE:
         return plan
-    return _with_islands(plan, make, small_axes(analysis, count))
+    return _with_all_islands(plan, make, small_axes(analysis, count))
 
 
-def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
+def _targets(resources: Resources, request: Request, shares: Sequence[float], count: int) -> list[Target]:
+    """The groups of `count` devices, for which `shares` are given, as targets of the search over cuts."""
+    budgets = list(map(partial(search_budget, request), resources.devices, resources.budgets))
+    return [
+        Target(
+            f"group {number}",
+            sum(shares[first : first + count]),
+            _total(budgets[first : first + count]),
+            host=resources.devices[first].host,
+        )
+        for number, first in enumerate(range(0, len(shares), count))
+    ]
+
+
+def _total(budgets: Sequence[Budget]) -> Budget:
+    """The budget of a group in bytes; None if the budget of a device is not known."""
+    return None if None in budgets else sum(budget or 0 for budget in budgets)
+
+
+def _with_all_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
     """The plan with all islands, if that fits and shards more; else the given plan.
 
     In place of a plan with collectives it must come to LEAST_SHARE: beside large weights that can't be sharded, as of a
@@ -114,14 +121,6 @@ def _block_share(plan: Plan) -> float:
     """The share of the blocks' weight bytes that is sharded, or of all weights in a model without blocks."""
     of_blocks = [weight for weight in plan.weights if weight.in_block]
     return sharded_share(of_blocks or plan.weights)
-
-
-def _rates(resources: Resources, count: int) -> Rates:
-    """The rates of the first group, which has `count` ranks."""
-    devices, machine = resources.devices[:count], resources.machine
-    threads = threads_for(resources.devices, resources.threads)
-    pace = find_pace(devices[0], threads, len(resources.devices), machine)
-    return Rates(pace, sum_link(devices, machine))
 
 
 def _make_plan(
@@ -151,14 +150,8 @@ def _make_plan(
     ranks = []
     repeated = rematerialized(analysis, stages)
     for number, (run, stage) in enumerate(zip(chosen, stages, strict=False)):
-        memories: dict[Hashable, StageMemory] = {}  # most ranks run the same nodes with shards of the same sizes
-        for part in range(count):
+        for part, memory in enumerate(_shard_memories(analysis, sharded, stage, number, transfers)):
             place = run.target * count + part
-            shard = rank_nodes(analysis.costs, sharded, analysis.states, stage, part)
-            own = sharded.sizes(part), shard.nodes, tuple(summed_parts(sharded, part).values())
-            if own not in memories:
-                held = held_shards(analysis.costs, sharded, shard.nodes, part)
-                memories[own] = rank_memory(analysis, shard, number, transfers, held)
             rank = RankPlan(
                 resources.devices[place],
                 resources.budgets[place],
@@ -166,21 +159,37 @@ def _make_plan(
                 stage,
                 number,
                 part,
-                as_measured(analysis, resources, place, stage.blocks, memories[own]),
+                as_measured(analysis, resources, place, stage.blocks, memory),
                 sum(seconds[run.target][run.start : run.end]) * shares[place] / sum(groups[run.target]),
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
-    held_here = {weight.name for rank in ranks for weight in analysis.costs.weights(rank.stage.nodes)}
-    weights = [outcome for outcome in sharded_weights(analysis, sharded, axes.choice) if outcome.name in held_here]
+    held_names = {weight.name for weight in home}
+    weights = [weight for weight in sharded_weights(analysis, sharded, axes.choice) if weight.name in held_names]
     _check_split(weights)
     _check_drawn(sharded)
-    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    cuts = find_cuts(analysis, stages, transfers)
     ranks += placed_ranks(analysis, resources, stages, transfers, group=0, part=count)
     split = TensorSplit(analysis, axes, sharded, tuple(transfers))
-    plan = assemble(analysis, request, split, ranks, cuts, weights, WHOLE)
-    check_memory(plan, WHOLE)
+    plan = assemble(analysis, request, split, ranks, cuts, weights)
+    check_memory(plan)
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(axes.broken)))
+
+
+def _shard_memories(
+    analysis: Analysis, sharded: ShardedModel, stage: Stage, number: int, transfers: Sequence[Transfer]
+) -> list[StageMemory]:
+    """The memory of each rank of a group with its shards of stage `number`."""
+    memories = []
+    known: dict[Hashable, StageMemory] = {}  # most ranks run the same nodes with shards of the same sizes
+    for part in range(sharded.ranks):
+        shard = rank_nodes(analysis, sharded, stage, part)
+        own = sharded.sizes(part), shard.nodes, tuple(summed_parts(sharded, part).values())
+        if own not in known:
+            held = held_shards(analysis.costs, sharded, shard.nodes, part)
+            known[own] = rank_memory(analysis, shard, number, transfers, held)
+        memories.append(known[own])
+    return memories
 
 
 def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) -> None:
@@ -237,12 +246,6 @@ def _check_drawn(sharded: ShardedModel) -> None:
             )
 
 
-def _total(budgets: Iterable[Budget]) -> Budget:
-    """The budget of a group in bytes; None if the budget of a device is not known."""
-    all_budgets = list(budgets)
-    return None if None in all_budgets else sum(budget or 0 for budget in all_budgets)
-
-
 def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
@@ -285,4 +288,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return list(dict.fromkeys([*single, *(way for way in equal if way.size <= most), *inside]))
 
 
-MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_tensors, replan=_replan)
+MODE = Mode(ways=_ways, plan=plan_tensors, replan=_replan)

@@ -13,7 +13,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.planning.clock import Pace
 from splitc.compiler.remembered import remembered
-from splitc.compiler.sharding.axis_map import NO_ISLANDS, AxisMap, Island, find_axes, probe_sizes
+from splitc.compiler.sharding.axis_map import AxisMap, Island, find_axes, probe_sizes
 from splitc.compiler.sharding.candidates import Candidate, Candidates, find_candidates
 from splitc.compiler.sharding.choice import Choice, choose
 from splitc.compiler.sharding.crossings import crossings
@@ -39,21 +39,15 @@ class TensorAxes:
         return [island.node.outputs[0].name or "" for island in self.axis_map.islands]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The speed of a rank, and the seconds of a collective."""
+def fast_axes(analysis: Analysis, count: int, pace: Pace, collective: Link) -> TensorAxes:
+    """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take.
 
-    pace: Pace
-    collective: Link
-
-
-def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
-    """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take."""
-    costs = analysis.costs
+    `pace` is that of each rank, and `collective` the time of a collective.
+    """
 
     def is_worth(islands: Collection[Island], candidate: Candidate) -> bool:
-        spent = candidate.collectives * rates.collective.latency + candidate.exchanged * rates.collective.per_byte
-        return spent < rates.pace.seconds(costs, [island.node for island in islands]) * (1 - 1 / count)
+        spent = candidate.collectives * collective.latency + candidate.exchanged * collective.per_byte
+        return spent < pace.seconds(analysis.costs, [island.node for island in islands]) * (1 - 1 / count)
 
     return _with_islands(analysis, count, is_worth)
 
@@ -73,8 +67,8 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
-    plain = settle(analysis, count, NO_ISLANDS)
-    islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.constant_bytes)
+    plain = settle(analysis, count, ())
+    islands = find_islands(analysis, plain.axis_map, plain.choice)
     apart = _apart(analysis)
     possible = tuple(island for island in islands if island.node not in apart)
     if not possible:
@@ -128,12 +122,10 @@ def settle(analysis: Analysis, count: int, islands: tuple[Island, ...]) -> Tenso
     weights read and return whole values.
     """
     opaque = _apart(analysis)
-    graph, size = analysis.graph, analysis.costs.value_bytes
-    early = () if analysis.gains is None else analysis.gains.rows
     while True:
         axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)
-        choice = choose(graph, axis_map, candidates, size, count, early)
-        broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
+        choice = choose(analysis, axis_map, candidates, count)
+        broken = find_broken(analysis, axis_map, choice)
         if not broken:
             return TensorAxes(axis_map, choice, opaque)
         opaque.update(broken)
@@ -144,6 +136,5 @@ def _candidates(
     analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: tuple[Island, ...]
 ) -> tuple[AxisMap, Candidates]:
     """The axes and candidates with these opaque nodes and islands, which do not depend on the number of ranks."""
-    graph, costs = analysis.graph, analysis.costs
-    axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands, states=analysis.states)
-    return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)
+    axis_map = find_axes(analysis.graph, probe_sizes(analysis), dict(opaque), islands, states=analysis.states)
+    return axis_map, find_candidates(analysis, axis_map)

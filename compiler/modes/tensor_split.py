@@ -49,7 +49,7 @@ class TensorSplit:
     transfers: tuple[Transfer, ...] = ()
     rewrites = True
     fixes_ranks = True
-    is_radial = False
+    whole = "whole on each rank"
 
     @property
     def probe_shapes(self) -> BoundShapes:
@@ -181,7 +181,7 @@ class TensorSplit:
         return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
 
     def axis_splits(self) -> list[AxisSplit]:
-        return axis_splits(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
+        return axis_splits(self.analysis, self.sharded, self.axes.choice)
 
     def file_fields(self) -> Mapping[str, Any]:
         return {"islands": self.axes.islands}

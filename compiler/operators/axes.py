@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -93,6 +93,11 @@ def atoms(axis: Axis) -> Iterator[Factor]:
             yield leaf
         for section in leaf.sections[::-1]:
             left += leaves(section)[::-1]
+
+
+def atoms_of(axes: Iterable[Axis] | None) -> Iterator[Factor]:
+    """All atoms of a value's axes; none if these are not known."""
+    return (atom for axis in axes or () for atom in atoms(axis))
 
 
 def joined(*sections: Axis) -> Axis:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,6 +72,10 @@ class Operation:
     splits_evenly: bool = False
     directions: Axis = ()
     _touched: set[int] = field(default_factory=set)
+
+    def reads(self) -> Iterator[tuple[ir.Value, Axes]]:
+        """The inputs that are not left out, each with its axes."""
+        return ((value, axes) for value, axes in zip(self.node.inputs, self.inputs, strict=True) if value is not None)
 
     def has(self, *numbers: int) -> bool:
         """Whether the node has all of these inputs, with known shapes."""

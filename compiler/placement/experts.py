@@ -75,10 +75,9 @@ def _of_router(
     readers: Mapping[ir.Node, Sequence[ir.Node]],
 ) -> list[ir.Value]:
     """The experts' weights that a router's choice leads to; none if it chooses something else."""
-    scores = choice.inputs[0]
-    shape = () if scores is None else shape_of(scores, costs.shapes)
+    shape = shape_of(choice.inputs[0], costs.shapes)
     axis = choice.attributes.get_int("axis", -1 if choice.op_type == "TopK" else 0)
-    if not shape or not -len(shape) <= axis < len(shape) or shape[axis] < FEWEST:
+    if not shape or shape[axis] < FEWEST:
         return []
     count = shape[axis]
     router = _router_of(costs, choice, count)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -30,7 +31,7 @@ from splitc.runtime.package.states import State
 # the one with fewer values is chosen.
 TRANSFER = 64 << 10
 # More than all bytes that could cross: such an edge is cut only if nothing else separates two devices.
-NEVER = float(1 << 60)
+NEVER = 1 << 60
 
 
 def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis:
@@ -50,19 +51,18 @@ def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis
     names = list(dict.fromkeys(devices.values()))
     for name in names:
         own = {node for node, device in fixed.items() if device == name}
-        others = (staying | fixed.keys()) - own
         left = [node for node in movable if node not in gone]
-        gone.update(dict.fromkeys(_going(analysis, left, own, others), name))
+        gone.update(dict.fromkeys(_going(analysis, left, own, (staying | fixed.keys()) - own), name))
     rematerializable = partition.rematerializable - released
     placed = tuple(
         Placed(
             name,
             tuple(weight for weight, device in devices.items() if device == name),
-            tuple(_parts(blocks, [node for node in movable if gone.get(node) == name], PLACED)),
+            tuple(_parts(blocks, {node for node, device in gone.items() if device == name}, PLACED)),
         )
         for name in names
     )
-    rest = tuple(_parts(blocks, [node for node in movable if node not in gone]))
+    rest = tuple(_parts(blocks, set(movable) - gone.keys()))
     if not rest:
         raise MisuseError(
             f"all of the model would go to {', '.join(names)}, with the weights that are placed there: place fewer, or "
@@ -115,9 +115,9 @@ def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Bl
     home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     needed: dict[ir.Node, int] = {}
     for node in reversed(graph.nodes):
-        own = home.get(node) if node in home else needed.get(node, 0)
+        own = home[node] if node in home else needed.get(node, 0)
         for maker in producers(graph.reads[node]):
-            if maker in released and own is not None:
+            if maker in released:
                 needed[maker] = min(needed.get(maker, own), own)
     added: dict[int, list[ir.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -133,11 +133,10 @@ def _staying(costs: Costs, nodes: Iterable[ir.Node], devices: Collection[ir.Valu
     return {node for node in nodes if node in others and (costs.is_product(node) or operator_of(node).reads_part)}
 
 
-def _parts(blocks: Sequence[Block], nodes: Collection[ir.Node], kind: str | None = None) -> Iterable[Block]:
+def _parts(blocks: Sequence[Block], nodes: AbstractSet[ir.Node], kind: str | None = None) -> Iterable[Block]:
     """The blocks with only these nodes, without empty ones."""
-    wanted = set(nodes)
     for block in blocks:
-        if own := tuple(node for node in block.nodes if node in wanted):
+        if own := tuple(node for node in block.nodes if node in nodes):
             yield Block(block.name, kind or block.kind, own)
 
 
@@ -145,39 +144,31 @@ def _going(
     analysis: Analysis, nodes: Sequence[ir.Node], fixed: Collection[ir.Node], staying: Collection[ir.Node]
 ) -> set[ir.Node]:
     """The nodes that go to a device with the `fixed` ones, so that the fewest bytes cross."""
-    number = {node: index for index, node in enumerate(nodes)}
-    network = Network(len(nodes))
-    sizes = _Sizes(analysis.costs, {})
+    network = Network()
     tied = list(_tied(analysis.states, nodes, analysis.graph.reads))
-    for value, (maker, readers) in _values(nodes, analysis.graph.reads).items():
-        start, ends = number[maker], [number[reader] for reader in readers]
+    values = _values(nodes, analysis.graph.reads)
+    sizes = _sizes(analysis.costs, values)
+    for value, (maker, readers) in values.items():
         # No engine could tell whether a request has an adapter if its slot began on another device.
         apart = value.dtype is not None and not is_inside_slot(maker)
-        cost = sizes.of(value) + TRANSFER if apart else NEVER
-        _connect(network, start, ends, cost)
-        _connect(network, start, ends, cost, backwards=True)
+        cost = sizes[value] + TRANSFER if apart else NEVER
+        # Cut once in each direction, no matter how many of its readers are on the other side.
+        sent, sent_back = ("sent", value), ("sent back", value)
+        network.add(maker, sent, cost)
+        network.add(sent_back, maker, cost)
+        for reader in readers:
+            network.add(sent, reader, NEVER)
+            network.add(reader, sent_back, NEVER)
     for one, other in tied:
-        network.add(number[one], number[other], NEVER)
-        network.add(number[other], number[one], NEVER)
-    cut = network.cut((number[node] for node in nodes if node in fixed), (number[n] for n in nodes if n in staying))
+        network.add(one, other, NEVER, back=NEVER)
+    going = network.cut([node for node in nodes if node in fixed], staying)
     for one, other in tied:
-        if (number[one] in cut) != (number[other] in cut):
+        if (one in going) != (other in going):
             raise MisuseError(
                 f"{describe_node(one)} and {describe_node(other)} keep a state on "
                 "one device, and the weights of one of them are placed on another: place those of both, or of neither"
             )
-    return {node for node in nodes if number[node] in cut}
-
-
-def _connect(network: Network, start: int, ends: Sequence[int], cost: float, backwards: bool = False) -> None:
-    """Add edges for a value that are cut once, no matter how many of its readers are on the other side."""
-    if len(ends) == 1:
-        network.add(*((ends[0], start) if backwards else (start, ends[0])), cost)
-        return
-    middle = network.add_vertex()
-    network.add(*((middle, start) if backwards else (start, middle)), cost)
-    for end in ends:
-        network.add(*((end, middle) if backwards else (middle, end)), NEVER)
+    return {node for node in nodes if node in going}
 
 
 def _values(
@@ -209,18 +200,12 @@ def _tied(
         yield from itertools.pairwise(together)
 
 
-@dataclass(frozen=True)
-class _Sizes:
+def _sizes(costs: Costs, values: Mapping[ir.Value, tuple[ir.Node, Sequence[ir.Node]]]) -> dict[ir.Value, int]:
     """Bytes of values. A value whose size depends on data is assumed to be as large as its producer's inputs."""
-
-    costs: Costs
-    known: dict[ir.Value, int]
-
-    def of(self, value: ir.Value) -> int:
-        if value not in self.known:
-            size, maker = self.costs.value_bytes(value), value.producer()
-            if value.name in self.costs.bound.uncertain and maker is not None:
-                computed = (read for read in maker.inputs if read is not None and not read.is_initializer())
-                size = max(size, *(self.known.get(read, 0) or self.costs.value_bytes(read) for read in computed), 0)
-            self.known[value] = size
-        return self.known[value]
+    sizes: dict[ir.Value, int] = {}
+    for value, (maker, _) in values.items():
+        sizes[value] = costs.value_bytes(value)
+        if value.name in costs.bound.uncertain:
+            computed = (read for read in maker.inputs if read is not None and not read.is_initializer())
+            sizes[value] = max(sizes[value], *(sizes.get(read, 0) or costs.value_bytes(read) for read in computed), 0)
+    return sizes

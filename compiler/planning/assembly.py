@@ -19,6 +19,7 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collect
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.profiles import PROFILES
+from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import first_few, format_bytes
 
 
@@ -61,21 +62,18 @@ def assemble(
     ranks: Sequence[RankPlan],
     cuts: Sequence[CutPlan],
     weights: Sequence[WeightSplit] = (),
-    whole: str = "",
 ) -> Plan:
-    """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages.
-
-    Raises ModelError for a value that can't be passed on.
-    """
+    """The plan of these ranks, with its warnings. Raises ModelError for a value that can't be passed on."""
     for cut in cuts:
         check_passed("value that crosses a cut", cut.values)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = [
-        replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, cuts, engine, split)
+        replace(rank, limited=is_limited(rank.device, request.memory))
+        for rank in _with_sessions(ranks, cuts, engine, split, words_of(request.split_mode).is_radial)
     ]
     if request.weights_at == DISK:
         ranks = list(map(_with_mapped, ranks))
-    warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
+    warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, split.whole))
     return Plan(
         analysis,
         request.split_mode,
@@ -92,11 +90,11 @@ def assemble(
 
 
 def _with_sessions(
-    ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], engine: str, split: Split
+    ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], engine: str, split: Split, is_radial: bool
 ) -> tuple[RankPlan, ...]:
     """The ranks with the memory of their engines' libraries, including engines with slots for adapters.
 
-    On CPUs, it includes the error of predictions.
+    On CPUs, it includes the error of predictions. For `is_radial` see `ModeWords`.
     """
     inside = has_collectives(engine, [rank.device for rank in ranks])
     crossing = [*split.exchanged(cuts), *(cut.bytes for cut in cuts if cut.detour)] if split.collectives else []
@@ -104,7 +102,7 @@ def _with_sessions(
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
         met = [other.device for other in ranks if other.replica == rank.replica]
-        by_nccl = bool(crossing) and not (inside or split.is_radial)
+        by_nccl = bool(crossing) and not (inside or is_radial)
         own = engine_bytes(rank.device, met, engine, more or 1, memory, crossing, by_nccl)
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
@@ -239,14 +237,14 @@ def memory_warnings(ranks: Sequence[RankPlan]) -> list[str]:
     ]
 
 
-def check_memory(plan: Plan, whole: str = "") -> None:
-    """Raise DoesNotFitError for the rank that lacks the most bytes. `whole` says where unsplit weights are held."""
+def check_memory(plan: Plan) -> None:
+    """Raise DoesNotFitError for the rank that lacks the most bytes."""
     lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
     if not lacking:
         return
     rank = plan.ranks[number]
     unsplit = format_bytes(sum(weight.whole for weight in plan.weights))
-    why = f"; {unsplit} of weights can't be split and are {whole}" if whole else ""
+    why = f"; {unsplit} of weights can't be split and are {plan.split.whole}" if plan.weights else ""
     lines = [
         f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"
         for n, r in enumerate(plan.ranks)

@@ -17,7 +17,7 @@ from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Resources
 from splitc.runtime.hardware.devices import Device, cache_bytes, cores, threads_for
 from splitc.runtime.hardware.machine import Machine
-from splitc.runtime.hardware.profiles import HOST, PROFILES, Link
+from splitc.runtime.hardware.profiles import HOST, PROFILES, DeviceProfile, Link
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,25 @@ def whole_node(node: ir.Node) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """A device's speed with all its threads, and with one.
-
-    - `kernel`: the time of a kernel with almost no work.
-    - `launch`: what each kernel takes beyond its work; `attention`, one of attention more than that.
-    """
+    """A device's speed with all its threads, and with one; and the times of its kernels beside their work."""
 
     speed: Speed
     one: Speed
-    kernel: float
-    launch: float
-    attention: float
+    profile: DeviceProfile
 
     def seconds(self, costs: Costs, nodes: Iterable[ir.Node], share: Callable[[ir.Node], float] = whole_node) -> float:
         """The seconds of a share of each node's work."""
-        folded = costs.graph.folded
+        folded, profile = costs.graph.folded, self.profile
         total = 0.0
         for node in nodes:
             if node in folded or not (own := share(node)):
                 continue
             operator = operator_of(node)
-            least, launch = (0.0, 0.0) if operator.is_view else (self.kernel, self.launch)
+            least, launch = (0.0, 0.0) if operator.is_view else (profile.kernel, profile.launch)
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
-            total += launch + max(least, took) + (self.attention if operator.is_attention else 0.0)
+            total += launch + max(least, took) + (profile.attention_start if operator.is_attention else 0.0)
         return total
 
 
@@ -205,8 +199,7 @@ def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
 def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:
     """The pace of one rank with this number of threads while `at_once` ranks work. See `rank_speed`."""
     speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
-    profile = PROFILES[device.kind]
-    return Pace(speed, one, profile.kernel, profile.launch, profile.attention_start)
+    return Pace(speed, one, PROFILES[device.kind])
 
 
 def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:

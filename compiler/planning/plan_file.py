@@ -14,7 +14,7 @@ from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.rank_plan import Rematerialized
+from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.request.request import DISK, HOST, OBJECTIVES
 from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
@@ -150,22 +150,7 @@ def to_file(plan: Plan) -> PlanFile:
         settings={fixed.input.name or "": fixed.value.tolist() for fixed in graph.fixed if fixed.value is not None},
         min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis, analysis.smallest),
         opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis, analysis.typical),
-        ranks=[
-            RankEntry(
-                str(rank.device),
-                rank.budget,
-                rank.group,
-                rank.share,
-                rank.memory.weights,
-                rank.memory.activations,
-                rank.memory.cache,
-                rank.memory.total,
-                round(rank.seconds, 9),
-                rank.rematerialized,
-                rank.limited,
-            )
-            for rank in plan.ranks
-        ],
+        ranks=list(map(_rank_entry, plan.ranks)),
         finest=analysis.partition.finest,
         fused=analysis.fuses,
         hosts=_count_hosts([rank.device for rank in plan.ranks]),
@@ -185,6 +170,23 @@ def to_file(plan: Plan) -> PlanFile:
         weights_at=plan.weights_at,
         placed={weight.name or "": own.device for own in analysis.partition.placed for weight in own.weights},
         **plan.split.file_fields(),
+    )
+
+
+def _rank_entry(rank: RankPlan) -> RankEntry:
+    memory = rank.memory
+    return RankEntry(
+        str(rank.device),
+        rank.budget,
+        rank.group,
+        rank.share,
+        memory.weights,
+        memory.activations,
+        memory.cache,
+        memory.total,
+        round(rank.seconds, 9),
+        rank.rematerialized,
+        rank.limited,
     )
 
 

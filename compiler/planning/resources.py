@@ -51,11 +51,6 @@ class Resources:
         alike = [device for device in self.devices if device.kind == self.devices[place].kind]
         return self.timer(analysis, alike, self.threads)
 
-    @property
-    def shares(self) -> list[float]:
-        """The devices' shares, in proportion to their budgets; equal unless all budgets are known."""
-        return as_shares(self.budgets)
-
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
     """The budget of each device in bytes. An entry of `memory` for all devices precedes those for single ones.

@@ -55,8 +55,8 @@ class Split(Protocol):
         """Whether inputs of unknown rank (number of axes) are only accepted with the planned rank."""
 
     @property
-    def is_radial(self) -> bool:
-        """Whether values cross between rank 0 and each other rank, not from stage to stage."""
+    def whole(self) -> str:
+        """Where weights that are not split are held, for messages."""
 
     @property
     def collectives(self) -> int:

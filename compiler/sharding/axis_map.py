@@ -20,7 +20,7 @@ from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Pin
+from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
@@ -45,10 +45,6 @@ class Island:
     outputs: tuple[int, ...]
 
 
-# For a model without islands.
-NO_ISLANDS: tuple[Island, ...] = ()
-
-
 @dataclass(frozen=True)
 class AxisMap:
     """Each node's operation, in the model's order, and the axes of each model input and computed value.
@@ -61,21 +57,23 @@ class AxisMap:
     operations: Mapping[ir.Node, Operation]
     axes: Mapping[ir.Value, Axes]
     bound: BoundShapes
-    islands: tuple[Island, ...] = NO_ISLANDS
+    islands: tuple[Island, ...] = ()
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
         """Each weight with its axes, once for each use."""
-        for node, operation in self.operations.items():
-            for value, axes in zip(node.inputs, operation.inputs, strict=True):
-                if value is not None and value.is_initializer():
-                    yield value, axes
+        for operation in self.operations.values():
+            yield from ((value, axes) for value, axes in operation.reads() if value.is_initializer())
+
+    def weight_atoms(self) -> set[Factor]:
+        """The atoms of weights."""
+        return {atom for _, axes in self.weight_uses() for atom in ax.atoms_of(axes)}
 
 
 def find_axes(
     graph: Graph,
     bound: BoundShapes,
     opaque: Mapping[ir.Node, str] = MappingProxyType({}),
-    islands: tuple[Island, ...] = NO_ISLANDS,
+    islands: tuple[Island, ...] = (),
     rules: Mapping[ir.Node, Callable[[Operation], None]] = MappingProxyType({}),
     states: Collection[State] = (),
 ) -> AxisMap:
@@ -278,17 +276,10 @@ def _fresh(shape: Shape | None) -> Axes:
 
 def _optional(value: ir.Value, source: OptionalOrigin, axis: int) -> Axis:
     """A new axis of an optional input. It is pinned if a request may change its size."""
-    size = shape_of(value)[axis]
-    if source.is_fixed(axis):
-        return ax.new_axis(size)
-    return _whole(size, f"the optional input '{value.name}' may have another shape")
-
-
-def _whole(size: int, reason: str) -> Axis:
-    """A new pinned axis of this size."""
-    axis = ax.new_axis(size)
-    ax.pin(axis, Pin(None, reason))
-    return axis
+    made = ax.new_axis(shape_of(value)[axis])
+    if not source.is_fixed(axis):
+        ax.pin(made, Pin(None, f"the optional input '{value.name}' may have another shape"))
+    return made
 
 
 def _entries(value: ir.Value, bound: BoundShapes) -> Sequence[int | None] | None:
@@ -298,7 +289,7 @@ def _entries(value: ir.Value, bound: BoundShapes) -> Sequence[int | None] | None
         return known
     parts: list[list[int | None] | None] = []
     for part in joins.inputs:
-        shape, numbers = () if part is None else shape_of(part, bound.shapes), constant_numbers(part)
+        shape, numbers = shape_of(part, bound.shapes), constant_numbers(part)
         parts.append(None if len(shape) != 1 else list(numbers) if numbers is not None else [None] * shape[0])
     return None if None in parts else [entry for part in parts for entry in part or ()]
 

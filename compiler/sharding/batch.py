@@ -44,7 +44,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
         return None
     places = {
         atom: number_of
-        for atom, number_of in _starts(graph, _places(graph, axis_map)).items()
+        for atom, number_of in _places(graph, axis_map).items()
         if atom.pinned is None and atom not in mixed
     }
     for atom, number_of in places.items():
@@ -93,13 +93,16 @@ def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
 def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
     """Whether a node's inputs and outputs together have two of these factors."""
     return any(
-        len({atom for axes in both for axis in axes or () for atom in ax.atoms(axis)}.intersection(atoms)) > 1
-        for both in ((*operation.inputs, *operation.outputs) for operation in axis_map.operations.values())
+        len({atom for axes in (*operation.inputs, *operation.outputs) for atom in ax.atoms_of(axes)} & {*atoms}) > 1
+        for operation in axis_map.operations.values()
     )
 
 
 def _places(graph: Graph, axis_map: AxisMap) -> Places:
-    """For each factor of dynamic size, by name the inputs and outputs that have it alone on an axis, and that axis."""
+    """For each factor of dynamic size, by name the inputs and outputs that have it alone on an axis, and that axis.
+
+    Left out are factors that no input has, or only inputs that choose among computed values.
+    """
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         # The declared number of axes may differ from the bound one, as of a Reshape to a list of dynamic length. Or an
@@ -110,11 +113,6 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
             leaves = ax.leaves(axis)
             if len(leaves) == 1 and leaves[0].is_atom and not isinstance(size, int):
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
-    return places
-
-
-def _starts(graph: Graph, places: Places) -> Places:
-    """The places of factors that an input has alone, other than inputs that only choose among computed values."""
     inputs = {value.name or "" for value in graph.graph.inputs if not _only_chooses(graph, value)}
     return {atom: number_of for atom, number_of in places.items() if not inputs.isdisjoint(number_of)}
 
@@ -130,7 +128,7 @@ def _mixed(axis_map: AxisMap) -> set[Factor]:
     """The factors that some node sums over, takes statistics of or compares pairs of, and those of weights."""
     operations = axis_map.operations.values()
     mixed = {atom for operation in operations for atom in (*_reduced(operation), *_paired(operation))}
-    return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    return mixed | axis_map.weight_atoms()
 
 
 def _reduced(operation: Operation) -> Iterator[Factor]:
@@ -158,7 +156,7 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     from sizes alone, and their axes are not related.
     """
     outputs = _outputs(graph)
-    places = _starts(graph, _places(graph, axis_map))
+    places = _places(graph, axis_map)
     if not places:
         return "no input has an axis of dynamic size that stays one axis"
     best = max(places, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
@@ -186,8 +184,8 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
             return f"{describe_node(node)}: {how}"
         if atom in _paired(operation):
             return f"{describe_node(node)}: its output has an element for each pair of them"
-        for value, axes in zip(node.inputs, operation.inputs, strict=True):
-            if value is not None and value.is_initializer() and _has(axes, atom):
+        for value, axes in operation.reads():
+            if value.is_initializer() and _has(axes, atom):
                 return f"{describe_node(node)}: its weight '{value.name}' has an entry for each of them"
         if pinned is not None and not operator_of(node).reads_shape and _loses(operation, atom):
             return f"{describe_node(node)}: {pinned.reason}"
@@ -197,18 +195,14 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
 def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> str:
     """The first node that may treat rows differently, because it reads numbers that are computed from sizes."""
     for node, operation in axis_map.operations.items():
-        numbers = (
-            axes
-            for value, axes in zip(node.inputs, operation.inputs, strict=True)
-            if value and value.producer() in made
-        )
+        numbers = (axes for value, axes in operation.reads() if value.producer() in made)
         if node not in made and any(_has(axes, atom) for axes in numbers):
             return f"{describe_node(node)}: it may treat rows differently, as it reads numbers computed from sizes"
     return "nodes compute values from sizes that may differ between rows"
 
 
 def _has(axes: Axes, atom: Factor) -> bool:
-    return any(atom in ax.atoms(axis) for axis in axes or ())
+    return atom in ax.atoms_of(axes)
 
 
 def _loses(operation: Operation, atom: Factor) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
@@ -38,7 +38,7 @@ class Candidate:
 
     - `weights`: the weights, with the bytes of each that it divides.
     - `collectives`: the number of collectives in a run, if it is split.
-    - `exchanged`: the bytes that they exchange. Outputs that the runtime joins cost no more than whole ones.
+    - `exchanged`: the bytes that they exchange, without outputs that the runtime joins: these cost no more than whole.
     """
 
     atom: Factor
@@ -67,52 +67,42 @@ class Candidates:
     """The candidates, the one of the highest gain first.
 
     - `order`: all atoms that divide weights, in the model's order.
-    - `contractions`: by atom, the nodes that sum over it.
-    - `reduced`: by atom, the nodes that need a statistic of all its elements.
+    - `start`: by atom, the nodes that sum over it, or need a statistic of all its elements. Their results may need
+      collectives if the atom is split.
     - `conflicts`: by candidate's atom, the atoms that can't be split together with it.
     """
 
     by_gain: tuple[Candidate, ...]
     order: tuple[Factor, ...]
-    contractions: Mapping[Factor, list[ir.Node]]
-    reduced: Mapping[Factor, list[ir.Node]]
+    start: Mapping[Factor, list[ir.Node]]
     conflicts: Mapping[Factor, set[Factor]]
 
-    def start(self, atom: Factor) -> list[ir.Node]:
-        """The nodes whose results may need collectives if the atom is split."""
-        return [*self.contractions.get(atom, ()), *self.reduced.get(atom, ())]
 
+def find_candidates(analysis: Analysis, axis_map: AxisMap) -> Candidates:
+    """All atoms that divide weights and that no node needs whole.
 
-def find_candidates(
-    graph: Graph,
-    axis_map: AxisMap,
-    size: Callable[[ir.Value], int],
-    planned: Mapping[str, Shape] = MappingProxyType({}),
-) -> Candidates:
-    """All atoms that divide weights and that no node needs whole. `size` returns the bytes of a value.
-
-    `planned` are the planned shapes. Slots for adapters are sharded together with their layers, never alone.
+    Slots for adapters are sharded together with their layers, never alone.
     """
-    _pin_ends(graph, axis_map, planned)
+    graph, size = analysis.graph, analysis.costs.value_bytes
+    _pin_ends(graph, axis_map, analysis.costs.shapes)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
-    weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
-    given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
+    weights, summing, reducing = reached_weights(axis_map, size), *_collecting(axis_map)
+    start = {atom: [*summing.get(atom, ()), *reducing.get(atom, ())] for atom in weights}
+    given = {atom for value in graph.graph.outputs for atom in ax.atoms_of(axis_map.axes[value])}
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
-    without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
     for atom, covered in weights.items():
         # An atom that no output, sum or collective has is dropped by a Slice.
-        is_used = atom in given or atom in contractions or atom in joined
+        is_used = atom in given or atom in summing or atom in joined
         divides = any(share for value, share in covered.items() if not is_slot_input(value))
         if is_used and atom.pinned is None and atom.size > 1 and divides:
-            sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
+            sums = find_sums(analysis, axis_map, {atom}, start[atom])
             candidates.append(Candidate(atom, covered, sums.count, sum(map(size, sums.exchanged))))
     # Among equals, candidates whose shards are joined come first: that is exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
-    return replace(
-        without, by_gain=tuple(candidates), conflicts=_conflicts(axis_map, {candidate.atom for candidate in candidates})
-    )
+    conflicts = _conflicts(axis_map, {candidate.atom for candidate in candidates})
+    return Candidates(tuple(candidates), tuple(weights), start, conflicts)
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
@@ -242,6 +232,5 @@ def _read_without_lookup(graph: Graph, axis_map: AxisMap) -> set[Factor]:
         for node, operation in axis_map.operations.items()
         if not operation.is_lookup and node not in graph.constant
         for axes in operation.inputs
-        for axis in axes or ()
-        for atom in ax.atoms(axis)
+        for atom in ax.atoms_of(axes)
     }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import onnx_ir as ir
-
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
-from splitc.compiler.sharding.partial import Sums, find_sums
+from splitc.compiler.sharding.partial import NO_SUMS, Sums, find_sums
 
 # A larger candidate replaces chosen ones that conflict with it if its gain is at least this share of theirs. A choice,
 # for models in which another axis divides a little more for many more all-reduces: with any from 0 to 0.6 the plans of
@@ -37,22 +35,15 @@ class Choice:
     """
 
     chosen: tuple[Factor, ...]
-    partners: Mapping[Factor, Factor]
-    candidates: tuple[Candidate, ...]
-    rejected: Mapping[Factor, str]
-    sums: Sums
+    partners: Mapping[Factor, Factor] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    rejected: Mapping[Factor, str] = field(default_factory=dict)
+    sums: Sums = NO_SUMS
 
 
-def choose(
-    graph: Graph,
-    axis_map: AxisMap,
-    candidates: Candidates,
-    size: Callable[[ir.Value], int],
-    ranks: int,
-    early: Collection[ir.DataType] = (),
-) -> Choice:
-    """Choose the atoms to split over this number of ranks. For `size` and `early` see `find_sums`."""
-    conflicts = candidates.conflicts
+def choose(analysis: Analysis, axis_map: AxisMap, candidates: Candidates, ranks: int) -> Choice:
+    """Choose the atoms to split over this number of ranks."""
+    graph, conflicts = analysis.graph, candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
         rejected.setdefault(atom, "a value or a sum has this axis twice")
@@ -67,9 +58,10 @@ def choose(
         rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     partners = _find_partners(chosen, candidates, conflicts, ranks)
     atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
-    start = {node for atom in atoms for node in candidates.start(atom)}
+    start = {node for atom in atoms for node in candidates.start[atom]}
     drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
-    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn, early)
+    early = () if analysis.gains is None else analysis.gains.rows
+    sums = find_sums(analysis, axis_map, frozenset(atoms), start, drawn, early)
     return Choice(atoms, partners, candidates.by_gain, rejected, sums)
 
 
@@ -150,7 +142,7 @@ def _find_partners(
             if other.atom in conflicts[atom]
             and other.atom not in conflicts[other.atom]
             # In a sum over only one of both, a unit would count once for each rank that holds it.
-            and set(candidates.start(other.atom)) == set(candidates.start(atom))
+            and set(candidates.start[other.atom]) == set(candidates.start[atom])
             and set(other.weights) < set(candidate.weights)
             and not conflicts[other.atom] & (chosen.keys() - {atom})
         ]

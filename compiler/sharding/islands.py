@@ -7,38 +7,27 @@ or joins its output. Shardy and GSPMD insert collectives in the same way where s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Iterable
 
-import onnx_ir as ir
-
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Factor
-from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.operation import SUMMED, Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap, Island
 from splitc.compiler.sharding.choice import Choice
 
 # Minimum share of the model's weight bytes that an island reads. A choice: a collective for less saves little memory.
 # With 1/64 the plans of 43 models on three devices are the same, without a limit those of 51 of 52.
 LEAST_ISLAND = 1 / 256
-# The types that collectives join. Outputs of other types are whole inside islands too.
-JOINED = frozenset(
-    ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64")
-)
 
 
-def find_islands(
-    graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]
-) -> tuple[Island, ...]:
-    """The nodes that read large weights which a choice does not shard, as islands, in the model's order.
-
-    `size` returns the bytes of a weight, or of a value that engines fold from weights.
-    """
-    least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
-    chosen = frozenset(choice.chosen)
+def find_islands(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> tuple[Island, ...]:
+    """The nodes that read large weights which a choice does not shard, as islands, in the model's order."""
+    graph = analysis.graph
+    least = LEAST_ISLAND * sum(map(analysis.costs.constant_bytes, graph.graph.initializers.values()))
     islands = (
-        _island(graph, operation, chosen, least, size)
+        _island(analysis, operation, choice.chosen, least)
         for node, operation in axis_map.operations.items()
         # A norm would need two collectives for a vector of weights.
         if node not in graph.constant and not operation.is_lookup and not operation.reduced
@@ -46,15 +35,14 @@ def find_islands(
     return tuple(island for island in islands if island is not None)
 
 
-def _island(
-    graph: Graph, operation: Operation, chosen: Collection[Factor], least: float, size: Callable[[ir.Value], int]
-) -> Island | None:
+def _island(analysis: Analysis, operation: Operation, chosen: Iterable[Factor], least: float) -> Island | None:
     """A node that reads large weights, none of which is sharded, as an island; None for any other node."""
+    graph, size = analysis.graph, analysis.costs.constant_bytes
     node, weights = operation.node, set[Factor]()
-    for value, axes in zip(node.inputs, operation.inputs, strict=True):
-        if value is not None and graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
-            weights |= {atom for axis in axes or () for atom in ax.atoms(axis)}
-    if not weights or weights & set(chosen) or len(node.outputs) != 1:
+    for value, axes in operation.reads():
+        if graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
+            weights.update(ax.atoms_of(axes))
+    if not weights or not weights.isdisjoint(chosen) or len(node.outputs) != 1:
         return None
     inputs = [
         (place, axis)
@@ -63,15 +51,11 @@ def _island(
         for axis in _inside(operation.inputs[place], weights)
     ]
     output = node.outputs[0]
-    outputs = _inside(operation.outputs[0], weights) if output.dtype in JOINED else []
+    # Collectives join shards by a sum. Outputs of other types are whole inside islands too.
+    outputs = _inside(operation.outputs[0], weights) if output.dtype in SUMMED else []
     return Island(node, tuple(inputs), tuple(outputs)) if inputs or outputs else None
 
 
-def _inside(axes: Axes, atoms: Collection[Factor]) -> list[int]:
+def _inside(axes: Axes, atoms: set[Factor]) -> list[int]:
     """The numbers of the axes that consist of these atoms alone."""
-
-    def is_inside(axis: Axis) -> bool:
-        own = set(ax.atoms(axis))
-        return bool(own) and own <= set(atoms)
-
-    return [number for number, axis in enumerate(axes or ()) if is_inside(axis)]
+    return [number for number, axis in enumerate(axes or ()) if (own := set(ax.atoms(axis))) and own <= atoms]

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
@@ -57,18 +58,16 @@ NO_SUMS = Sums({}, (), {}, ())
 
 
 def find_sums(
+    analysis: Analysis,
     axis_map: AxisMap,
-    position: Mapping[ir.Node, int],
     chosen: Collection[Factor],
     start: Iterable[ir.Node],
-    size: Callable[[ir.Value], int],
     drawn: Sequence[ir.Node] = (),
     early: Collection[ir.DataType] = (),
 ) -> Sums:
     """Trace partial values from the nodes that sum over a chosen atom to where they must be whole.
 
     - `start`: these nodes, and those that need a statistic of all elements of a chosen atom.
-    - `size`: returns a value's bytes.
     - `drawn`: the nodes that draw random numbers.
     - `early`: the types of values that are all-reduced before elementwise nodes, rather than after them: on GPUs one
       fused kernel computes such nodes together with those that follow (lowering/fused_rows.py).
@@ -77,9 +76,9 @@ def find_sums(
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial
     value, since one all-reduce serves both, and it may do either where it then shrinks.
     """
-    borders = list(crossings(axis_map))
+    borders, position = list(crossings(axis_map)), analysis.graph.position
     crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
-    flow = _Flow(axis_map.operations, chosen, size, crossing)
+    flow = _Flow(axis_map.operations, chosen, analysis.costs.value_bytes, crossing)
     queue = [(position[node], node) for node in start]
     heapq.heapify(queue)
     last = None
@@ -111,7 +110,8 @@ def find_sums(
 class _Flow:
     """The partial values so far, as nodes are visited in the model's order. For the results see `Sums`.
 
-    `crossing` are the values that are sliced or joined at the border of an island, so they must not be partial.
+    `size` returns a value's bytes. `crossing` are the values that are sliced or joined at the border of an island, so
+    they must not be partial.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -269,4 +269,4 @@ def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
 
 def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> frozenset[Factor]:
     """The chosen atoms among the axes."""
-    return frozenset(atom for axis in axes or () for atom in ax.atoms(axis) if atom in chosen)
+    return frozenset(atom for atom in ax.atoms_of(axes) if atom in chosen)

@@ -7,7 +7,7 @@ columns. Megatron calls this column-parallel. The name `row` is llama.cpp's, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -90,8 +90,10 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
     candidates = [node for node in nodes if node not in declined]
     unpacking = _unpacking(graph, candidates)
     axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
-    at_run_time = {atom for node in candidates for atom in _run_time_atoms(graph, axis_map, node)}
-    stored = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    read = (pair for node in candidates for pair in axis_map.operations[node].reads())
+    # These are not sliced: the inputs of products would have to be sliced too.
+    at_run_time = {atom for value, axes in read if not graph.is_constant(value) for atom in ax.atoms_of(axes)}
+    stored = axis_map.weight_atoms()
     columns = {node: _columns(axis_map, node, at_run_time, stored) for node in candidates}
     declined.update({node: factor for node, factor in columns.items() if isinstance(factor, Declined)})
     _decline_shared(readers, declined)
@@ -201,24 +203,13 @@ def _is_matrix(weight: ir.Value) -> bool:
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
-def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Factor]:
-    """The atoms of a product's non-constant inputs. They are not sliced: the inputs would have to be sliced too."""
-    pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
-    return {
-        atom
-        for value, axes in pairs
-        if value is not None and not graph.is_constant(value)
-        for axis in axes or ()
-        for atom in ax.atoms(axis)
-    }
-
-
 def _columns(
     axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor], stored: Collection[Factor]
 ) -> Factor | Declined:
     """The factor by which to slice a product's columns contiguously, or the reason why there is none.
 
-    `stored` are the factors of weights. A matrix that is filled with one number at run time has none.
+    `at_run_time` are the factors of products' computed inputs, `stored` those of weights. A matrix that is filled with
+    one number at run time has none.
     """
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []
@@ -277,9 +268,10 @@ class SlicedProducts:
     def _columns(self, product: Product) -> Axis:
         return self.columns.axis_map.operations[product.node].output()[-1]
 
-    def of_rank(self, rank: int, products: Collection[Product]) -> list[Product]:
-        """The products that the rank has columns of."""
-        return [product for product in products if self.columns.ranges[product.columns][rank].owned]
+    def of_rank(self, rank: int, products: Iterable[Product] | None = None) -> list[Product]:
+        """Those of some products, by default of all, that the rank has columns of."""
+        some = self.products.values() if products is None else products
+        return [product for product in some if self.columns.ranges[product.columns][rank].owned]
 
     def column_name(self, rank: int, product: Product) -> str:
         """The name, on all ranks, of a rank's columns of a product's result. No value of the model has it."""
@@ -303,15 +295,13 @@ class SlicedProducts:
         return rounds
 
 
-def slice_products(
-    graph: Graph, products: Products, shares: Sequence[float], size: Callable[[ir.Value], int]
-) -> ShardedModel:
-    """Divide the products' columns among the ranks by their shares. `size` gives the bytes of a value.
+def slice_products(analysis: Analysis, products: Products, shares: Sequence[float]) -> ShardedModel:
+    """Divide the products' columns among the ranks by their shares.
 
     A product stays unsplit if the main rank has all its columns.
     """
-    reached = reached_weights(products.axis_map, size)
+    reached = reached_weights(products.axis_map, analysis.costs.value_bytes)
     atoms = dict.fromkeys(product.columns for product in products.sliceable)
     divided = assign_units({atom: reached[atom] for atom in atoms}, [shares])
     ranges = {atom: parts for atom, parts in divided.items() if any(part.owned for part in parts[1:])}
-    return ShardedModel(graph, products.axis_map, ranges, len(shares))
+    return ShardedModel(analysis.graph, products.axis_map, ranges, len(shares))

@@ -73,34 +73,45 @@ def sharded_share(weights: Sequence[WeightSplit]) -> float:
 
 
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightSplit]:
-    """All weights of the model, in the order in which they are read, without slots for adapters."""
-    inside, uses = block_weights(analysis), _uses(split.axis_map)
+    """The weights as tensor mode divides them."""
+    uses = _uses(split.axis_map)
     readers = {value: node for node in reversed(analysis.graph.nodes) for value in analysis.graph.weights(node)}
-    splits = []
-    for value in (v for v in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(v)):
-        if value in uses:
-            splits.append(_weight_split(analysis, split, choice, value, uses[value], value in inside))
-        else:
-            why = f"{describe_node(readers[value])} reads it in its subgraph"
-            size = analysis.costs.value_bytes(value)
-            splits.append(WeightSplit(value.name or "", size, 0, value in inside, "", why))
-    return splits
+
+    def outcome(value: ir.Value) -> _Outcome:
+        if value not in uses:
+            return 0.0, "", f"{describe_node(readers[value])} reads it in its subgraph"
+        least = min(uses[value], key=partial(_split_share, split))  # equal weights of several nodes are one
+        share = _split_share(split, least)
+        reason = None if share == 1.0 else _why_all_whole(split, choice, least) or _why_no_axis(value)
+        return share, _units(split, uses[value][0]), reason
+
+    return _weight_splits(analysis, outcome)
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightSplit]:
-    """All weights of the model, in the order in which they are read, as row mode divides them by `columns`."""
-    inside, sliced = (
-        block_weights(analysis),
-        {product.node for product in products.sliceable if product.columns in columns.ranges},
-    )
+    """The weights as row mode divides them by `columns`."""
     uses = _uses(products.axis_map)
-    splits = []
-    for value in (value for value in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(value)):
+    sliced = {product.node for product in products.sliceable if product.columns in columns.ranges}
+
+    def outcome(value: ir.Value) -> _Outcome:
         others = [node for node in products.readers[value] if node not in sliced]
         share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
-        size = analysis.costs.value_bytes(value)
         units = _units(columns, uses[value][0]) if share else ""
-        reason = None if share == 1.0 else _why_not_sliced(products, others)
+        return share, units, None if share == 1.0 else _why_not_sliced(products, others)
+
+    return _weight_splits(analysis, outcome)
+
+
+# The share of a weight that is split, each rank's units, and why the rest is whole.
+_Outcome = tuple[float, str, str | None]
+
+
+def _weight_splits(analysis: Analysis, outcome: Callable[[ir.Value], _Outcome]) -> list[WeightSplit]:
+    """All weights of the model, in the order in which they are read, without slots for adapters."""
+    inside = block_weights(analysis)
+    splits = []
+    for value in (value for value in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(value)):
+        size, (share, units, reason) = analysis.costs.value_bytes(value), outcome(value)
         splits.append(WeightSplit(value.name or "", size, int(size * share), value in inside, units, reason))
     return splits
 
@@ -131,22 +142,14 @@ def _units(split: ShardedModel, axes: Axes) -> str:
     )
 
 
-def _weight_split(
-    analysis: Analysis, split: ShardedModel, choice: Choice, value: ir.Value, uses: list[Axes], in_block: bool
-) -> WeightSplit:
-    size = analysis.costs.value_bytes(value)
-    least = min(uses, key=partial(_split_share, split))  # equal weights of several nodes are one
-    share = _split_share(split, least)
-    atoms = [atom for axis in least or () for atom in dict.fromkeys(ax.atoms(axis))]
-    units = _units(split, uses[0])
+def _why_no_axis(value: ir.Value) -> str:
     is_number = value.const_value is not None and value.const_value.size == 1
-    no_axis = "it is a single number" if is_number else "it has no axis of known size"
-    reason = None if share == 1.0 else _why_all_whole(split, choice, atoms) or no_axis
-    return WeightSplit(value.name or "", size, int(size * share), in_block, units, reason)
+    return "it is a single number" if is_number else "it has no axis of known size"
 
 
-def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor]) -> str:
-    """The reasons why atoms are not split. Atoms that one node needs whole for one reason are listed together."""
+def _why_all_whole(split: ShardedModel, choice: Choice, axes: Axes) -> str:
+    """Why atoms of a weight are not split. Those that one node needs whole for one reason are listed together."""
+    atoms = dict.fromkeys(ax.atoms_of(axes))
     needed: dict[Pin, dict[int, None]] = {}
     for atom in atoms:
         if atom.pinned is not None:
@@ -169,10 +172,7 @@ def _needs(pin: Pin, sizes: str) -> str:
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:
     """The share of a weight's elements that is sharded rather than replicated."""
-    share = 0.0
-    for axis in axes or ():
-        share = max(share, _axis_share(split, axis))
-    return share
+    return max((_axis_share(split, axis) for axis in axes or ()), default=0.0)
 
 
 def _axis_share(split: ShardedModel, axis: ax.Axis) -> float:
@@ -219,11 +219,11 @@ class AxisSplit:
     first: str
 
 
-def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], int]) -> list[AxisSplit]:
+def axis_splits(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[AxisSplit]:
     """The axes of weights, the one that divides the most bytes first."""
     reached: dict[Factor, dict[ir.Value, None]] = {}
     for value, axes in split.axis_map.weight_uses():
-        for atom in (atom for axis in axes or () for atom in ax.atoms(axis)):
+        for atom in ax.atoms_of(axes):
             reached.setdefault(atom, {})[value] = None
     sums = {candidate.atom: candidate.collectives for candidate in choice.candidates}
     sides = (side for crossing in crossings(split.axis_map) for side in crossing.sides)
@@ -232,7 +232,7 @@ def axis_splits(split: ShardedModel, choice: Choice, size: Callable[[ir.Value], 
         AxisSplit(
             atom.size,
             len(weights),
-            sum(map(size, weights)),
+            sum(map(analysis.costs.value_bytes, weights)),
             sums.get(atom),
             tuple(part.size if part.owned else 0 for part in split.ranges.get(atom, ())),
             why_whole(split, choice, atom),

@@ -113,17 +113,20 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     A whole mask may depend on sizes alone: then it was indexed by row numbers inside the nodes that compute it.
     """
     nodes = nodes_from_sizes(graph)
-    indexing = [node for node in graph.nodes if node not in nodes and is_onnx(node, *INDEXING)]
-    indices = {node: _parts(node, nodes) for node in indexing}
-    indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
+    if not nodes:
+        return None
+    indices = {
+        node: parts
+        for node in graph.nodes
+        if node not in nodes and is_onnx(node, *INDEXING)
+        if (parts := _parts(node, nodes)) and any(part.producer() in nodes for part in parts)
+    }
     turning = {
         node: index
         for node in graph.nodes
         if operator_of(node).tables and (index := _input(node, _index_of(node))) is not None
         if index.producer() in nodes
     }
-    if not nodes:
-        return None
     values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}
     rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free_rule)
@@ -185,8 +188,26 @@ def _count_below(index: ir.Value, bound: BoundShapes) -> int:
 
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
-    """The values, for these sizes, that are computed from sizes alone and that other nodes read."""
-    return _computed(graph, bound, nodes_from_sizes(graph))
+    """The values, for these sizes, that are computed from sizes alone and that are outputs or that other nodes read.
+
+    Empty if they can't be computed.
+    """
+    nodes = nodes_from_sizes(graph)
+    outside = [(node, value) for node in graph.nodes if node not in nodes for value in graph.reads[node]]
+    wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
+    wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
+    wanted = {value: None for value in wanted if np.prod(bound.shapes.get(value.name or "", ())) <= MOST_ELEMENTS}
+    known: dict[ir.Value, Array] = {}
+    for node in (node for node in nodes if operator_of(node).reads_shape):
+        source = node.inputs[0]
+        if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
+            known[node.outputs[0]] = read_sizes(node, shape)
+    if not nodes_between(known, list(wanted)) <= nodes | graph.constant:  # it needs a size that is not known
+        return {}
+    try:
+        return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))
+    except Exception:  # whatever it refuses: nothing is known then
+        return {}
 
 
 def nodes_from_sizes(graph: Graph) -> set[ir.Node]:
@@ -204,25 +225,6 @@ def _is_known(graph: Graph, value: ir.Value, made: set[ir.Node]) -> bool:
     if value.producer() in made or value.producer() in graph.constant:
         return True
     return known_weight(value) is not None
-
-
-def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.Value, Array]:
-    """The values of `nodes` that other nodes read, or that are outputs; empty if they can't be computed."""
-    outside = [(node, value) for node in graph.nodes if node not in nodes for value in graph.reads[node]]
-    wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
-    wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
-    wanted = {value: None for value in wanted if np.prod(bound.shapes.get(value.name or "", ())) <= MOST_ELEMENTS}
-    known: dict[ir.Value, Array] = {}
-    for node in (node for node in nodes if operator_of(node).reads_shape):
-        source = node.inputs[0]
-        if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
-            known[node.outputs[0]] = read_sizes(node, shape)
-    if not nodes_between(known, list(wanted)) <= nodes | graph.constant:  # it needs a size that is not known
-        return {}
-    try:
-        return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))
-    except Exception:  # whatever it refuses: nothing is known then
-        return {}
 
 
 def _free_rule(operation: Operation) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import Held
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.graph import Graph
@@ -22,7 +23,6 @@ from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS, Sums, chosen_atoms
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Ranges, assign_units
-from splitc.runtime.package.states import State
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ShardedModel:
     def gives(self, rank: int, value: ir.Value) -> bool:
         """Whether a rank returns its shard of an output to the caller. The first rank returns replicated outputs."""
         axes = self.axes(value)
-        present = {atom for axis in axes or () for atom in ax.atoms(axis)}
+        present = set(ax.atoms_of(axes))
         owns = (self.shards(rank).owns(axis, present=present) for axis in axes or ())
         return all(owns) if chosen_atoms(axes, self.ranges) else rank == 0
 
@@ -88,13 +88,13 @@ def shard_model(
     return ShardedModel(graph, axis_map, ranges, len(shares[0]), choice.sums)
 
 
-def rank_nodes(costs: Costs, sharded: ShardedModel, states: Iterable[State], stage: Stage, part: int) -> Stage:
+def rank_nodes(analysis: Analysis, sharded: ShardedModel, stage: Stage, part: int) -> Stage:
     """The stage with only the nodes that one rank runs: those that its outputs, kept states and collectives need."""
-    names = {state.output for state in states}
+    names = {state.output for state in analysis.states}
     given = [value for value in stage.outputs if value.name in names or sharded.gives(part, value)]
     sums = sharded.sums
     roots = {*producers([*given, *stage.sends, *sums.exchanged]), *sums.reduced}
-    needed = ancestors(roots, costs.graph.reads.__getitem__)
+    needed = ancestors(roots, analysis.graph.reads.__getitem__)
     return replace(stage, nodes=tuple(node for node in stage.nodes if node in needed))
 
 
@@ -104,8 +104,8 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
     constants = costs.held(nodes)
     uses: dict[ir.Value, list[Axes]] = {value: [] for value in constants}
     operations, folded = sharded.axis_map.operations, costs.graph.folded
-    for node, operation in ((node, operations[node]) for node in nodes if node in operations and node not in folded):
-        for value, axes in zip(node.inputs, operation.inputs, strict=True):
+    for operation in (operations[node] for node in nodes if node in operations and node not in folded):
+        for value, axes in operation.reads():
             if value in uses:
                 uses[value].append(axes)
 

@@ -22,8 +22,8 @@ class Range:
     """A rank's units of an axis, from `start` to before `stop`.
 
     With fewer units than ranks, surplus ranks replicate a neighbour's unit, and add zero to sums: their range is not
-    `owned`. Or they divide the unit along another axis, their `partner`: without this, they have what an earlier rank
-    has.
+    `owned`. Or they divide the unit along another axis, their `partner`. Of a value without that axis, they have the
+    same elements as an earlier rank.
     """
 
     start: int

@@ -53,7 +53,7 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     times, find = times_sections(plan) or (None, None)
     sections: list[Section | None] = [
-        strip_section(ranks, plan.named_cuts, plan.split.is_radial, plan.groups),
+        strip_section(ranks, plan.named_cuts, words.is_radial, plan.groups),
         memory_section(labels, ranks, BUDGET),
         times,
         whole_section(plan.whole_weights, words.whole),

@@ -42,7 +42,7 @@ def print_plan(plan: Plan) -> None:
     out.print(f"time: {_times_in_words(plan)}{how_timed(plan)}")
     print_beside([(rank.memory.engines, rank.memory.adapters, rank.memory.in_files) for rank in plan.ranks])
     _print_engines(plan)
-    print_cuts(plan.named_cuts, plan.split.is_radial, len(plan.written.ranks))
+    print_cuts(plan.named_cuts, words_of(plan.split_mode).is_radial, len(plan.written.ranks))
     if plan.weights:
         _print_split(plan)
     for placed in plan.analysis.partition.placed:

@@ -50,7 +50,7 @@ def _stages(plan: Plan) -> Iterator[str]:
     """A sentence about the slowest stage, which sets the pace of a stream."""
     ranks = [rank for rank in plan.written.ranks if any(block.kind != PLACED for block in rank.stage.blocks)]
     groups = {rank.group: max(own.seconds for own in ranks if own.group == rank.group) for rank in ranks}
-    if len(groups) < 2 or plan.split.is_radial or not sum(groups.values()):
+    if len(groups) < 2 or words_of(plan.split_mode).is_radial or not sum(groups.values()):
         return
     slowest, mean = max(groups.values()), sum(groups.values()) / len(groups)
     rank = next(rank for rank in ranks if groups[rank.group] == slowest)

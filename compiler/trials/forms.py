@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
@@ -50,80 +51,51 @@ class Form:
     planned: Mapping[Factor, int]
 
 
-def find_forms(
-    axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
-) -> Iterator[tuple[ir.Node, Form]]:
-    """The nodes that a choice shards, each with its form.
-
-    `versions` are the opsets of the model's domains, `planned` the planned shapes of its values.
-    """
-    finder = _Finder(axis_map, choice, versions, planned)
+def find_forms(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> Iterator[tuple[ir.Node, Form]]:
+    """The nodes that a choice shards, each with its form."""
+    roles = dict.fromkeys(choice.chosen, SHARDED) | dict.fromkeys(choice.partners.values(), PARTNER)
+    partners, sums = choice.partners, choice.sums
+    summed, reduced = frozenset(sums.summed), frozenset(sums.reduced)
+    forms: dict[Hashable, Form] = {}
     for node, operation in axis_map.operations.items():
-        if (form := finder.form_of(node, operation)) is not None:
-            yield node, form
-
-
-class _Finder:
-    """Finds the forms of a model's nodes."""
-
-    def __init__(
-        self, axis_map: AxisMap, choice: Choice, versions: Mapping[str, int], planned: Mapping[str, Shape]
-    ) -> None:
-        self._planned = planned
-        self._roles = dict.fromkeys(choice.chosen, SHARDED) | dict.fromkeys(choice.partners.values(), PARTNER)
-        self._partners = choice.partners
-        self._sums, self._summed = choice.sums, frozenset(choice.sums.summed)
-        self._reduced = frozenset(choice.sums.reduced)
-        self._versions = versions
-        self._forms: dict[Hashable, Form] = {}
-        self._is_sharded: dict[Axis, bool] = {}
-
-    def form_of(self, node: ir.Node, operation: Operation) -> Form | None:
-        """The form of a node; None for a node that each rank has whole."""
-        partial = partial_inputs(node, self._sums, self._summed)
+        partial = _partial_inputs(node, sums, summed)
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
-        if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
-            return None
-        added = frozenset(self._sums.added_on_one_rank.get(node, ()))
-        gives_partial = bool(node.outputs) and node.outputs[0] in self._sums.partial
-        writer = _Writer(self._roles)
+        if not partial and roles.keys().isdisjoint(atom for axes in values for atom in ax.atoms_of(axes)):
+            continue  # each rank has it whole
+        added, is_reduced = frozenset(sums.added_on_one_rank.get(node, ())), node in reduced
+        gives_partial = bool(node.outputs) and node.outputs[0] in sums.partial
+        writer = _Writer(roles)
         key = (
             operator_name(node),
-            self._versions.get(node.domain, 1),
-            (tuple(sorted(partial)), gives_partial, tuple(sorted(added)), node in self._reduced),
+            analysis.graph.graph.opset_imports.get(node.domain, 1),
+            (tuple(sorted(partial)), gives_partial, tuple(sorted(added)), is_reduced),
             writer.describe(node, operation),
-            tuple((writer.numbers[a], writer.numbers.get(b)) for a, b in self._partners.items() if a in writer.numbers),
+            tuple((writer.numbers[a], writer.numbers.get(b)) for a, b in partners.items() if a in writer.numbers),
         )
-        if key not in self._forms:
-            self._forms[key] = Form(
+        if key not in forms:
+            forms[key] = Form(
                 digest=blake2b(repr(key).encode(), digest_size=16).hexdigest(),
                 node=node,
                 operation=operation,
-                atoms={atom: self._roles.get(atom, WHOLE) for atom in writer.numbers},
-                inner={a: b for a, b in self._partners.items() if a in writer.numbers and b in writer.numbers},
+                atoms={atom: roles.get(atom, WHOLE) for atom in writer.numbers},
+                inner={a: b for a, b in partners.items() if a in writer.numbers and b in writer.numbers},
                 partial=partial,
                 gives_partial=gives_partial,
                 add_on_one_rank=added,
-                is_reduced=node in self._reduced,
-                planned=self._sizes(node, operation),
+                is_reduced=is_reduced,
+                planned=_sizes(operation, analysis.costs.shapes),
             )
-        return self._forms[key]
+        yield node, forms[key]
 
-    def _sizes(self, node: ir.Node, operation: Operation) -> dict[Factor, int]:
-        """The planned sizes of the atoms that are axes of their own."""
-        pairs = [*zip(node.inputs, operation.inputs, strict=True), *zip(node.outputs, operation.outputs, strict=True)]
-        sizes: dict[Factor, int] = {}
-        for value, axes in pairs:
-            shape = self._planned.get(value.name or "") if value is not None else None
-            for axis, size in zip(axes or (), shape or (), strict=False):
-                if len(axis) == 1 and axis[0] not in sizes:
-                    sizes.update(_fitted(axis[0], size, sizes))
-        return sizes
 
-    def _shards(self, axis: Axis) -> bool:
-        if axis not in self._is_sharded:
-            self._is_sharded[axis] = any(atom in self._roles for atom in ax.atoms(axis))
-        return self._is_sharded[axis]
+def _sizes(operation: Operation, planned: Mapping[str, Shape]) -> dict[Factor, int]:
+    """The planned sizes of the atoms that are axes of their own. `planned` are the planned shapes of values."""
+    sizes: dict[Factor, int] = {}
+    for value, axes in (*operation.reads(), *zip(operation.node.outputs, operation.outputs, strict=True)):
+        for axis, size in zip(axes or (), planned.get(value.name or "", ()), strict=False):
+            if len(axis) == 1 and axis[0] not in sizes:
+                sizes.update(_fitted(axis[0], size, sizes))
+    return sizes
 
 
 def _fitted(whole: Factor, size: int, known: Mapping[Factor, int]) -> dict[Factor, int]:
@@ -138,12 +110,9 @@ def _fitted(whole: Factor, size: int, known: Mapping[Factor, int]) -> dict[Facto
     return {whole: size, largest: max(1, size - whole.size + largest.size)}
 
 
-def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:
+def _partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> frozenset[int]:
     """The inputs that arrive partial, by number."""
-    if not sums.partial:
-        return frozenset()
-    inputs = enumerate(node.inputs)
-    return frozenset(n for n, value in inputs if value is not None and value in sums.partial and value not in summed)
+    return frozenset(n for n, value in enumerate(node.inputs) if value in sums.partial and value not in summed)
 
 
 def is_tried(value: ir.Value, axes: Axes) -> bool:
@@ -243,5 +212,5 @@ def content_of(operation: Operation, number: int) -> Any:
         return None
     is_flag = tensor.dtype == ir.DataType.BOOL and tensor.size == 1
     is_list = tensor.dtype == ir.DataType.FLOAT and tensor.size in FEW_SCALES and len(tensor.shape) == 1
-    is_whole = all(atom.pinned for axis in operation.inputs[number] or () for atom in ax.atoms(axis))
+    is_whole = all(atom.pinned for atom in ax.atoms_of(operation.inputs[number]))
     return tensor.numpy() if is_flag or (is_list and is_whole) else None

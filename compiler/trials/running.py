@@ -213,7 +213,7 @@ def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> 
     compared: a size that depends on data counts as 1.
     """
     operation = sharded.axis_map.operations[node]
-    known = {atom for axes in operation.inputs for axis in axes or () for atom in ax.atoms(axis)}
+    known = {atom for axes in operation.inputs for atom in ax.atoms_of(axes)}
     for value, axes in zip(node.outputs, operation.outputs, strict=True):
         if not value.name or axes is None:
             continue

@@ -100,7 +100,7 @@ def tiny_model(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int
     ranges: Ranges = {}
     for maker, node in zip(makers, nodes, strict=True):
         ranges.update(maker.ranges)
-        axes.update((v, a) for v, a in zip(node.inputs, maker.made.inputs, strict=True) if v is not None)
+        axes.update(maker.made.reads())
         axes.update(zip(node.outputs, maker.made.outputs, strict=True))
     graph = _graph(nodes, makers, versions)
     sums = Sums(

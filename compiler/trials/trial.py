@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -16,9 +16,8 @@ import onnxruntime as ort
 from blake3 import blake3
 from msgspec import Struct
 
-from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.nodes import operator_name
-from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms
@@ -37,19 +36,17 @@ MOST = 20_000
 ROOMS = ("operators", "sharding", "lowering", "trials")
 
 
-def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
+def find_broken(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> dict[ir.Node, str]:
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
     One node of each form runs in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
-    `planned` are the planned shapes, by name. A form that can't be tried may be possible to try with other planned
-    shapes, so that result is not kept.
+    That a form can't be tried is not kept: it may be possible with other planned shapes.
     """
-    versions = graph.graph.opset_imports
-    forms = list(find_forms(axis_map, choice, versions, planned))
+    forms = list(find_forms(analysis, axis_map, choice))
     distinct: Mapping[str, Form] = {form.digest: form for _, form in forms}
     known = known_trials()
     if new := [form for digest, form in distinct.items() if digest not in known]:
-        results = try_forms(new, versions, axis_map.bound)
+        results = try_forms(new, analysis.graph.graph.opset_imports, axis_map.bound)
         keep_trials({digest: why for digest, why in results.items() if not why.startswith(UNTRIED)})
         known = {**known, **results}
     reasons = {digest: why if why.startswith(UNTRIED) else f"{BROKEN}{why}" for digest, why in known.items() if why}
@@ -79,16 +76,10 @@ class Trials(Struct, frozen=True):
 def known_trials() -> Mapping[str, str]:
     """The results of earlier trials with the same code."""
     with suppress(msgspec.DecodeError):
-        trials = _decoded(read_cache(FILE))
+        trials = msgspec.json.decode(read_cache(FILE), type=Trials)
         if trials.versions == _versions():
             return trials.results
     return {}
-
-
-@lru_cache(maxsize=1)
-def _decoded(content: bytes) -> Trials:
-    """The content of the file. A plan reads it several times."""
-    return msgspec.json.decode(content, type=Trials)
 
 
 def keep_trials(results: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.modes import tensor
 from splitc.compiler.modes.replanning import plan_from_file
-from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, settle, small_axes
+from splitc.compiler.modes.tensor_axes import TensorAxes, settle, small_axes
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.sharding.axis_map import Island
 from splitc.runtime.errors import DoesNotFitError, MisuseError
@@ -35,7 +35,7 @@ ROWS, HIDDEN, WIDE = 5, 12, 8
 @pytest.fixture
 def all_islands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make any island worth its collectives."""
-    monkeypatch.setattr(tensor, "fast_axes", lambda analysis, count, rates: small_axes(analysis, count))
+    monkeypatch.setattr(tensor, "fast_axes", lambda analysis, count, *_: small_axes(analysis, count))
 
 
 def head(rows: int = ROWS, hidden: int = HIDDEN, wide: int = WIDE, opset: int = 17) -> Block:
@@ -136,7 +136,7 @@ def test_8_bit_integers_are_joined_as_they_are(tmp_path: Path, all_islands: None
 def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its inputs are sharded outside and inside along different axes."""
 
-    def second_product(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
+    def second_product(analysis: Analysis, count: int, *_: object) -> TensorAxes:
         product = [node for node in analysis.graph.nodes if node.op_type == "MatMul"][-1]
         return settle(analysis, count, (Island(product, ((0, 1),), ()),))
 
