@@ -184,19 +184,17 @@ def tokens(op: Operation) -> None:
     op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
 
 
-def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """The operations of the `k` experts that each token goes through."""
-    matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
+def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes, weights: Iterable[int] = (2, 4, 6)) -> int:
+    """The operations of the `k` experts that each token goes through, by the indices of their matrices."""
+    matrices = [inputs[number] for number in weights if number < len(inputs) and len(inputs[number]) == 3]
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K: a multiplication and an addition for each element of the result and of the contracted axis."""
-    return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
+    """2 M N K: a multiplication and an addition for each element of the result and of the contracted axis.
 
-
-def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K. The first matrix may be transposed, and have its batch axes between rows and columns."""
+    The first matrix may be transposed, and have its batch axes between rows and columns.
+    """
     transposed, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
     contracted = -1 if not transposed or len(inputs[0]) < 2 else 0 if batch_inside else -2
     return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
@@ -229,12 +227,8 @@ def _labels(term: str, rank: int) -> list[str]:
     return [*before, *(str(inside - place) for place in range(inside)), *after]
 
 
-def gemm_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    contracted = 0 if node.attributes.get_int("transA", 0) else -1
-    return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
-
-
 def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """2 for each output and element of its channel's kernel."""
     return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
 
 
@@ -260,8 +254,8 @@ OPERATORS = (
     Operator(
         "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
     ),
-    _matrix("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops),
-    _matrix("Gemm", gemm, gemm_flops, scaling_attributes={2: "beta"}),
+    _matrix("com.microsoft.FusedMatMul", fused_matmul, product_flops),
+    _matrix("Gemm", gemm, product_flops, scaling_attributes={2: "beta"}),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     # Its CPU kernel may work on blocks of channels (NCHWc).
     Operator(

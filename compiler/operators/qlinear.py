@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_shape_inference import registry
 
 from splitc.compiler.operators import scratch
-from splitc.compiler.operators.linear import convolve, gemm_flops, product, product_flops
+from splitc.compiler.operators.linear import convolve, product, product_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 from splitc.compiler.operators.quantized import relate_blocks
@@ -105,7 +105,7 @@ OPERATORS = (
         for name in ("QLinearConv", "com.microsoft.QLinearConv")
     ),
     Operator("QLinearMatMul", matmul, product_flops, matrix_input=3, quantizes=True),
-    Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix_input=3, quantizes=True),
+    Operator("com.microsoft.QGemm", gemm, product_flops, gemm_shape, matrix_input=3, quantizes=True),
     Operator("com.microsoft.QLinearAdd", elementwise(0, 3), quantizes=True),
     Operator("com.microsoft.QLinearMul", elementwise(0, 3), quantizes=True),
     Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), quantizes=True),

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.linear import integer_product_shape, product_flops, relate_experts, tokens
+from splitc.compiler.operators.linear import expert_flops, integer_product_shape, product_flops, relate_experts, tokens
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 from splitc.runtime.arrays.array import Array
@@ -265,9 +265,7 @@ def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """As `expert_flops`, for weights of which a byte holds several."""
-    matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
-    packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
-    return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
+    return 8 // node.attributes.get_int("expert_weight_bits", 4) * expert_flops(node, inputs, outputs, (2, 5, 8))
 
 
 def flat_product_shape(context: Any, node: ir.Node) -> None:
