@@ -21,17 +21,21 @@ _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueez
 
 
 def _reduce(op: Operation) -> list[int]:
-    """Relate the axes that are kept. Returns the numbers of the reduced ones."""
-    data, output = op.input(0), op.output()
-    named = op.numbers(1, "axes")
+    """Relate the axes that are kept. Returns the numbers of the reduced ones, none if they are not known."""
+    data, named = op.input(0), op.numbers(1, "axes")
     if named is None and op.has(1):
         return []
     all_of_none = [] if op.number("noop_with_empty_axes", 0) else list(range(len(data)))
     reduced = sorted({axis % len(data) for axis in named}) if named else all_of_none
-    kept = [axis for axis in range(len(data)) if axis not in reduced]
-    keep = op.number("keepdims", 1)
-    op.relate_all([data[axis] for axis in kept], [output[axis] for axis in kept] if keep else output)
+    _relate_kept(op, reduced)
     return reduced
+
+
+def _relate_kept(op: Operation, reduced: Collection[int]) -> None:
+    """Relate the axes that are not reduced, which alone are left without `keepdims`."""
+    kept = [axis for axis in range(len(op.input(0))) if axis not in reduced]
+    output = [op.output()[axis] for axis in kept] if op.number("keepdims", 1) else op.output()
+    op.relate_all([op.input(0)[axis] for axis in kept], output)
 
 
 def reduce_sum(op: Operation) -> None:
@@ -107,10 +111,7 @@ def reduce_nonlinear(op: Operation) -> None:
 
 
 def reduce_arg(op: Operation) -> None:
-    data, output = op.input(0), op.output()
-    axis = op.number("axis", 0) % len(data)
-    rest = [*data[:axis], *data[axis + 1 :]]
-    op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.number("keepdims", 1) else output)
+    _relate_kept(op, [op.number("axis", 0) % len(op.input(0))])
 
 
 def along_axis(op: Operation) -> None:

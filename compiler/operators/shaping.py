@@ -101,9 +101,8 @@ def split(op: Operation) -> None:
     sizes = [ax.size_of(op.output(number)[axis]) for number in range(len(op.outputs))]
     sections = op.cut(op.input(0)[axis], sizes)
     for number, section in enumerate(sections):
-        source, target = op.input(0), op.output(number)
-        op.relate(section, target[axis])
-        op.relate_all([*source[:axis], *source[axis + 1 :]], [*target[:axis], *target[axis + 1 :]])
+        op.relate(section, op.output(number)[axis])
+        op.relate_others([axis], number)
     if op.has(1):
         op.declare_sizes(1, sections)
     elif op.numbers_of("split"):
