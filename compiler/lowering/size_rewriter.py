@@ -81,7 +81,7 @@ class SizeRewriter:
         if axes is None or not self.shards.splits(axes):
             return
         if node.op_type == "Size":
-            self.read[node.outputs[0]] = [tuple(factor for axis in axes for factor in axis)]
+            self.read[node.outputs[0]] = [ax.product(axes)]
             return
         sizes = given_sizes(node, axes)
         if any(map(self.shards.is_split, sizes)):

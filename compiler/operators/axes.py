@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -93,6 +93,11 @@ def atoms(axis: Axis) -> Iterator[Factor]:
             yield leaf
         for section in leaf.sections[::-1]:
             left += leaves(section)[::-1]
+
+
+def product(axes: Iterable[Axis]) -> Axis:
+    """Several axes as one, major first, as a Reshape merges them."""
+    return tuple(factor for axis in axes for factor in axis)
 
 
 def joined(*sections: Axis) -> Axis:
@@ -198,7 +203,7 @@ def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
         x, y = a.popleft(), b.popleft()
         excess = size_of(x) - size_of(y)
         if excess and not set(atoms(x)).isdisjoint(atoms(y)):
-            _pin_all([factor for section in (x, y, *a, *b) for factor in section])
+            _pin_all(product((x, y, *a, *b)))
             return
         if excess > 0:
             x, rest = cut(x, [size_of(y), excess])
@@ -233,5 +238,5 @@ def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     elif len(parts) == 1:
         _relate_sections(parts[0].sections, kept)
     else:
-        _pin_all([*parts, *(factor for count in counts for factor in count)])
+        _pin_all([*parts, *product(counts)])
     return [(*count, *minor) for count in counts]

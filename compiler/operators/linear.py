@@ -181,7 +181,7 @@ def tokens(op: Operation) -> None:
     """Tokens are independent: [..., hidden], with scores [tokens, experts], becomes [..., hidden]."""
     data, output = op.input(0), op.output()
     op.relate_all(data[:-1], output[:-1])
-    op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
+    op.relate(op.input(1)[0], ax.product(data[:-1]))
 
 
 def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes, weights: Iterable[int] = (2, 4, 6)) -> int:

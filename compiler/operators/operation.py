@@ -191,7 +191,7 @@ class Operation:
         for axis, token in pairs:
             self._match(axis, token, letters)
         self.whole(letters[letter] for letter in whole if letter in letters)
-        self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
+        self.contracted = ax.product(letters.get(letter, ()) for letter in contract)
 
     def _match(self, axis: Axis, token: str, letters: Mapping[str, Axis]) -> None:
         """Relate an axis to its token in a pattern: a letter, a product, or a list of sections."""
@@ -200,10 +200,8 @@ class Operation:
             return
         if ax.size_of(axis) == 1:
             return
-        sections = [
-            tuple(factor for name in section.split() for factor in letters.get(name, ()))
-            for section in token.strip("()").split("+")
-        ]
+        terms = token.strip("()").split("+")
+        sections = [ax.product(letters.get(name, ()) for name in term.split()) for term in terms]
         sizes = [ax.size_of(section) for section in sections]
         if sum(sizes) != ax.size_of(axis):
             self.whole([axis, *sections], SUM_DIFFERS)

@@ -56,7 +56,7 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
 
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
-    op.reduced = tuple(factor for axis in op.input(0) for factor in axis)
+    op.reduced = ax.product(op.input(0))
 
 
 def dynamically_quantized_product(op: Operation) -> None:

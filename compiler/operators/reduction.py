@@ -46,7 +46,7 @@ def reduce_sum(op: Operation) -> None:
 def _contract(op: Operation, numbers: Iterable[int]) -> None:
     reduced = [op.input(0)[axis] for axis in numbers]
     op.free(reduced)
-    op.contracted = tuple(factor for axis in reduced for factor in axis)
+    op.contracted = ax.product(reduced)
 
 
 def reduce_mean(op: Operation) -> None:
@@ -92,7 +92,7 @@ def reduce_extreme(op: Operation) -> None:
     reduced = [op.input(0)[axis] for axis in _reduce(op)]
     if op.node.outputs[0].dtype in _COMPARED:
         op.free(reduced)
-        op.reduced = tuple(factor for axis in reduced for factor in axis)
+        op.reduced = ax.product(reduced)
 
 
 def reduce_length(op: Operation) -> None:

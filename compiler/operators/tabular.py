@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.elementwise import elementwise
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
@@ -34,7 +35,7 @@ def columns(op: Operation) -> None:
 def picked_columns(op: Operation) -> None:
     """The last axis of the output has the selected elements of each row, one after the other."""
     columns(op)
-    op.relate(tuple(factor for axis in op.input(1) for factor in axis), op.output()[-1])
+    op.relate(ax.product(op.input(1)), op.output()[-1])
     op.free(op.input(1))
 
 
