@@ -108,7 +108,10 @@ def multi_head_attention(op: Operation) -> None:
 
 
 def fused_attention(op: Operation) -> None:
-    """com.microsoft.Attention: it includes the projection to queries, keys and values; both pasts are one tensor."""
+    """com.microsoft.Attention: it includes the projection to queries, keys and values; both pasts are one tensor.
+
+    QAttention computes it of integers, whose scales and zero points are one, or one a column.
+    """
     count = op.number("num_heads", 0)
     if count <= 0:
         return
@@ -116,30 +119,21 @@ def fused_attention(op: Operation) -> None:
     widths = op.numbers_of("qkv_hidden_sizes") or [ax.size_of(op.input(1)[-1]) // 3] * 3
     if widths[0] != widths[1] or any(width % count for width in widths):
         return
-    head, value = ax.new_axis(widths[0] // count), ax.new_axis(widths[2] // count)
+    head, columns = ax.new_axis(widths[0] // count), "(h d + h d + h e)"
+    if op.node.op_type == "QAttention":
+        value = head
+        scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
+        others = f"-, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d"
+    else:
+        value, others = ax.new_axis(widths[2] // count), f"{_mask(op, 3)}, 2 b h p d, b h l t"
     op.pattern(
-        f"b l i, i (h d + h d + h e), (h d + h d + h e), {_mask(op, 3)}, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
+        f"b l i, i {columns}, {columns}, {others} -> b l (h e), 2 b h t d",
         whole="ildpt2m",
         known={"h": heads, "d": head, "e": value},
     )
     op.attributes["num_heads"] = [heads]
     if op.numbers_of("qkv_hidden_sizes"):
         op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
-
-
-def quantized_attention(op: Operation) -> None:
-    """com.microsoft.QAttention: as `fused_attention`, of integers. Scales and zero points are one, or one a column."""
-    count = op.number("num_heads", 0)
-    if count <= 0 or ax.size_of(op.input(1)[-1]) % (3 * count):
-        return
-    heads, columns = ax.new_axis(count), "(h d + h d + h d)"
-    scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
-    op.pattern(
-        f"b l i, i {columns}, {columns}, -, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d -> b l (h d), 2 b h t d",
-        whole="ildpt2m",
-        known={"h": heads, "d": ax.new_axis(ax.size_of(op.input(1)[-1]) // (3 * count))},
-    )
-    op.attributes["num_heads"] = [heads]
 
 
 def rotary_embedding(op: Operation) -> None:
@@ -293,7 +287,7 @@ OPERATORS = (
         states={1: 6, 2: 7},
         scratch=scratch.multi_head_attention,
     ),
-    _attention("com.microsoft.QAttention", quantized_attention, masks=(5,), states={1: 8}, quantizes=True),
+    _attention("com.microsoft.QAttention", fused_attention, masks=(5,), states={1: 8}, quantizes=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
     Operator("com.microsoft.MRotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
     Operator(
