@@ -56,9 +56,8 @@ def feature_shape(context: Any, node: ir.Node) -> None:
 def same_shape(context: Any, node: ir.Node) -> None:
     """The same shape, as floats; for an Imputer, in the same type."""
     (data,) = node.inputs
-    if data is not None:
-        dtype = data.dtype if node.op_type == "Imputer" else ir.DataType.FLOAT
-        _set(context, node.outputs[0], data, lambda shape: shape, dtype)
+    dtype = data.dtype if data is not None and node.op_type == "Imputer" else ir.DataType.FLOAT
+    _set(context, node.outputs[0], data, lambda shape: shape, dtype)
 
 
 def encoded_shape(context: Any, node: ir.Node) -> None:
@@ -87,12 +86,8 @@ def classes_shapes(context: Any, node: ir.Node) -> None:
     _set(context, node.outputs[0], data, lambda shape: [_rows(shape)], label)
     if "vectors_per_class" in attributes and "prob_a" not in attributes:
         classes = max(classes, classes * (classes - 1) // 2)
-    _set(
-        context,
-        node.outputs[1],
-        data,
-        lambda shape: [_rows(shape), classes if classes > 1 else context.new_symbolic_dim()],
-    )
+    scores = classes if classes > 1 else context.new_symbolic_dim()
+    _set(context, node.outputs[1], data, lambda shape: [_rows(shape), scores])
 
 
 def _set(
@@ -103,10 +98,8 @@ def _set(
     dtype: ir.DataType | None = ir.DataType.FLOAT,
 ) -> None:
     """Set the type, which ONNX infers for none of these operators, and the shape, computed from that of the data."""
-    if data is not None and data.shape is not None:
-        context.set_shape_and_dtype(value, ir.Shape([*shape_of(data.shape)]), dtype)
-    elif dtype is not None:
-        value.dtype = dtype
+    known = None if data is None else data.shape
+    context.set_shape_and_dtype(value, None if known is None else ir.Shape([*shape_of(known)]), dtype)
 
 
 def _count(node: ir.Node, name: str) -> int:
