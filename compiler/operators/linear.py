@@ -57,17 +57,17 @@ def matmul_integer(op: Operation) -> None:
 def fused_matmul(op: Operation) -> None:
     if op.number("transBatchA", 0) or op.number("transBatchB", 0):
         return
-    sides = []
-    for number, name in enumerate(("transA", "transB")):
-        axes = op.input(number)
-        sides.append((*axes[:-2], axes[-1], axes[-2]) if op.number(name, 0) and len(axes) > 1 else axes)
-    product(op, sides[0], sides[1])
+    product(op, matrix(op, 0, "transA"), matrix(op, 1, "transB"))
+
+
+def matrix(op: Operation, number: int, transposed: str) -> tuple[Axis, ...]:
+    """The axes of an input [..., rows, columns], whose last two axes are swapped if the attribute `transposed` is 1."""
+    axes = op.input(number)
+    return (*axes[:-2], axes[-1], axes[-2]) if op.number(transposed, 0) and len(axes) > 1 else axes
 
 
 def gemm(op: Operation) -> None:
-    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
-    right = op.input(1)[::-1] if op.number("transB", 0) else op.input(1)
-    product(op, left, right)
+    product(op, matrix(op, 0, "transA"), matrix(op, 1, "transB"))
     if op.has(2):
         op.broadcast(op.input(2), op.output())
         op.add_on_one_rank = frozenset([2])

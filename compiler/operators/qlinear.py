@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_shape_inference import registry
 
 from splitc.compiler.operators import scratch
-from splitc.compiler.operators.linear import convolve, product, product_flops
+from splitc.compiler.operators.linear import convolve, matrix, product, product_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 from splitc.compiler.operators.quantized import relate_blocks
@@ -33,9 +33,8 @@ def matmul(op: Operation) -> None:
 
 def gemm(op: Operation) -> None:
     """Without a scale of the output, the result is float32, and may be partial."""
-    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
-    right = op.input(3)[::-1] if op.number("transB", 0) else op.input(3)
-    product(op, left, right)
+    left = matrix(op, 0, "transA")
+    product(op, left, matrix(op, 3, "transB"))
     for number in (4, 5, 6):  # the scales and zero points of columns, and a bias
         if op.has(number):
             op.broadcast(op.input(number), op.output())
