@@ -127,9 +127,8 @@ class _RankGraph:
 
     def _length(self, value: ir.Value) -> int:
         """The number of sizes in a shape vector."""
-        tensor = value.const_value if value.is_initializer() else None
-        if tensor is not None:
-            return tensor.size
+        if value.is_initializer() and value.const_value is not None:
+            return value.const_value.size
         axes = self._axes(value)
         return ax.size_of(axes[0]) if axes else 1
 

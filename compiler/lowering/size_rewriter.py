@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.lowering.rank_forms import RankEditor
@@ -88,7 +89,7 @@ class SizeRewriter:
 
     def _passed_sizes(self, node: ir.Node) -> Sizes | None:
         """The axes of the sizes in a node's result, if it selects or joins sizes by constant indices; else None."""
-        if not any(value in self.read for value in node.inputs if value is not None):
+        if self.read.keys().isdisjoint(node.inputs):
             return None
         if node.op_type == "Concat":
             return [entry for value in node.inputs if value is not None for entry in self._entries(value)]
@@ -97,16 +98,13 @@ class SizeRewriter:
             return None
         entries = list(self.read[data])
         if node.op_type == "Gather":
-            indices = _numbers(node.inputs[1])
+            indices = constant_numbers(node.inputs[1])
             return None if indices is None else [entries[index] for index in indices]
         if node.op_type == "Slice":
-            bounds = [_numbers(value) for value in node.inputs[1:3]]
-            step = _numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
-            if len(bounds) == 2 and bounds[0] and bounds[1] and step == [1]:
-                return entries[bounds[0][0] : bounds[1][0]]
-            starts = node.attributes.get_ints("starts", None)
-            ends = node.attributes.get_ints("ends", None)
-            return entries[starts[0] : ends[0]] if starts and ends else None
+            named = [node.attributes.get_ints(name, None) for name in ("starts", "ends")]
+            starts, ends = named if all(named) else map(constant_numbers, node.inputs[1:3])
+            step = constant_numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
+            return entries[starts[0] : ends[0]] if starts and ends and step == [1] else None
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
@@ -230,9 +228,3 @@ def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> i
         return ir.AttrInt64(name, int(constant_sizes(shards, np.array([attribute.as_int()]), sizes, False)[0]))
     old = np.array(attribute.as_ints())
     return ir.AttrInt64s(name, constant_sizes(shards, old, sizes, operator_of(node).sizes_are_offsets).tolist())
-
-
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    """A constant's integers; None for other values."""
-    tensor = value.const_value if value is not None and value.is_initializer() else None
-    return None if tensor is None else [int(number) for number in np.atleast_1d(tensor.numpy())]
