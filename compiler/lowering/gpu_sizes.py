@@ -29,13 +29,15 @@ from splitc.compiler.request.shapes import Shape
 
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
+# The first opset with the operator Range.
+RANGE = 11
 CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
 
 
-def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+def keep_on_gpu(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """Remove copies between the CPU and the GPU, in place, where results stay the same to the bit.
 
-    `shapes` are those of the model's values. Range exists from opset 11 on.
+    `shapes` are those of the model's values.
     """
     editor = Editor(graph)
     for node in list(graph.all_nodes()):
@@ -43,7 +45,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         if node.graph is graph:
             give_kernel(node, editor)
     use_older_opset(graph)
-    if opset < 11:
+    if graph.opset_imports.get("", 1) < RANGE:
         return
     placement = place_values(graph)
     work = _Raising(editor, placement.sizes, shapes)
@@ -71,7 +73,7 @@ def _serves_host(node: ir.Node, on_gpu: Collection[tuple[ir.Node, int]]) -> bool
     return any(number in host_inputs(user) or _serves_host(user, on_gpu) for user, number in uses)
 
 
-def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+def decompose_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """Decompose attention that has no CUDA kernel, in place, and move its sizes as `keep_on_gpu` does.
 
     Recognized experts become one operator. Other products of few grouped rows get a branch of their own.
@@ -79,14 +81,14 @@ def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape])
     fuse_experts(graph)
     copy_matrices_of_few_rows(graph)
     if decompose_attention(graph):
-        keep_on_gpu(graph, opset, shapes)
+        keep_on_gpu(graph, shapes)
 
 
-def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
+def why_not_replayed(graph: ir.Graph, shapes: Mapping[str, Shape]) -> str:
     """Why engines of this graph can't be captured on GPUs, after all rewrites; "" if they can."""
     engine = graph.clone()
-    keep_on_gpu(engine, opset, shapes)
-    decompose_for_gpus(engine, opset, shapes)
+    keep_on_gpu(engine, shapes)
+    decompose_for_gpus(engine, shapes)
     return why_not_captured(engine)
 
 
