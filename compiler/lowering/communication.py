@@ -136,7 +136,7 @@ class ChainedGraph:
     ) -> Sequence[ir.Value]:
         node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
         for value, name in zip(node.outputs, outputs, strict=True):
-            value.name = self._unused(name)
+            value.name = take_name(name, self._names)
         node.outputs[-1].type = ir.TensorType(ir.DataType.UINT8)  # the token
         self._graph.append(node)
         return node.outputs
@@ -144,13 +144,9 @@ class ChainedGraph:
     def _like(self, dtype: ir.DataType) -> ir.Value:
         """A constant of this type, from which ONNX Runtime infers the type of a received value."""
         if dtype not in self._likes:
-            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
+            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=take_name(f"splitc_{dtype.name}", self._names))
             self._likes[dtype] = add_initializer(self._graph, tensor)
         return self._likes[dtype]
-
-    def _unused(self, name: str) -> str:
-        """The name, or one with primes that is unique among the graph's values."""
-        return take_name(name, self._names)
 
 
 def take_name(name: str | None, used: set[str | None]) -> str:
