@@ -78,13 +78,9 @@ def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
     equal = editor.before(node, "Equal", value, extreme)
     marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
-    shape = own_shape(value)
-    for made, suffix, dtype in (
-        (extreme, "extreme", described(value).dtype),
-        (equal, "equal", ir.DataType.BOOL),
-        (marked, "marked", ir.DataType.FLOAT),
-    ):
-        describe(made, f"{name}/{suffix}", dtype, None if made is extreme else shape)
+    describe(extreme, f"{name}/extreme", described(value).dtype, None)
+    describe(equal, f"{name}/equal", ir.DataType.BOOL, own_shape(value))
+    describe(marked, f"{name}/marked", ir.DataType.FLOAT, own_shape(value))
     editor.replace(node, ir.node("ArgMax", [marked], node.attributes))
 
 
