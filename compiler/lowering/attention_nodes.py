@@ -51,6 +51,10 @@ class Nodes:
         made.type, made.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
         return made
 
+    def number(self, number: int) -> ir.Value:
+        """A constant integer without axes."""
+        return self.editor.constant(np.array(number, np.int64))
+
     def shaped(self, value: ir.Value | None, *sizes: int) -> ir.Value:
         return self.one("Reshape", value, self.editor.numbers(*sizes))
 
