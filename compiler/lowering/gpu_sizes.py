@@ -19,6 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, own_shape
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.lowering.cpu_values import Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
@@ -69,8 +70,12 @@ def _serves_host(node: ir.Node, on_gpu: Collection[tuple[ir.Node, int]]) -> bool
 
     `on_gpu` are the reads on the GPU of what is on the CPU, as nodes with the numbers of their inputs.
     """
-    uses = {(user, number) for value in node.outputs for user, number in value.uses()} - set(on_gpu)
-    return any(number in host_inputs(user) or _serves_host(user, on_gpu) for user, number in uses)
+
+    def uses(one: ir.Node) -> list[tuple[ir.Node, int]]:
+        return [use for value in one.outputs for use in value.uses() if use not in on_gpu]
+
+    nodes = reached([node], lambda one: [user for user, _ in uses(one)])
+    return any(number in host_inputs(user) for one in nodes for user, number in uses(one))
 
 
 def decompose_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
