@@ -64,22 +64,12 @@ def _sizes_of(node: ir.Node) -> tuple[int, int] | None:
     if operator_name(node) == LATENT:
         shared, rank = node.attributes["sizes"].as_ints()
         return shared, rank
-    size = _size_of(node)
-    return None if size is None else (size, size)
-
-
-def _size_of(node: ir.Node) -> int | None:
-    """The size of a head, from the unsplit model's shapes; None if they do not give it."""
     whole = origin_of(node) or node
     for value in (whole.inputs[PASTS[0]], whole.outputs[1]):
         shape = None if value is None else described(value).shape
         if shape is not None and len(shape) == 4 and (size := fixed_size(shape[3])) is not None:
-            return size
-    query, one = whole.inputs[QUERY], Attention(whole)
-    shape = None if query is None else described(query).shape
-    width, heads = None if shape is None else shape[-1], one.heads
-    heads += 2 * one.kv_heads if one.input(KEY) is None else 0
-    return width // heads if isinstance(width, int) and width % heads == 0 else None
+            return size, size
+    return None
 
 
 def _rows_of(node: ir.Node) -> int | str:
