@@ -32,45 +32,34 @@ class Operation:
     """One node. A rule relates its axes, and records the consequences for a rank that has only a shard of them.
 
     Axes that the rule does not touch are pinned at the end. Inputs are referred to by index.
-
-    - `constants`: for each input, its elements if they are known and few.
-    - `weights`: the inputs that are weights, or computed from weights alone.
-    - `mixed`: for an input, its known integers, and None for those that depend on sizes.
-    - `contracted`: the axis that is summed over. A rank with a shard of it computes a partial value.
-    - `linear`: sets of inputs. If exactly the inputs of one set are partial, so is the output.
-    - `sizes`: for an input, the axes whose sizes its entries are. `attributes`: the same for attributes.
-    - `windows`: the axes of a convolution's kernel, whose sizes its attributes and its padding are made for.
-    - `exact`: the axes whose sizes attributes fix, such as a block of quantization: trials keep their sizes.
-    - `add_on_one_rank`: inputs that are added to the result: if that is partial, exactly one rank must add them.
-    - `zero_point`: the input with the zero point of the first input.
-    - `is_lookup`: its second input indexes rows of its first input, a table.
-    - `averages`: it averages over the contracted axis. A rank's mean is weighted by its share of the axis.
-    - `reduced`: the axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum
-      of squares, the mean of squares, or also the mean.
-    - `splits_evenly`: it splits an axis into equal lengths, one for each output.
-    - `directions`: the axis of a recurrent network's two directions, forward and backward.
     """
 
     node: ir.Node
     inputs: Sequence[Axes]
     outputs: Sequence[Axes]
-    constants: Sequence[Array | None]
-    weights: Collection[int] = ()
+    constants: Sequence[Array | None]  # for each input, its elements if they are known and few
+    weights: Collection[int] = ()  # the inputs that are weights, or computed from weights alone
+    # For an input, its known integers, and None for those that depend on sizes.
     mixed: Mapping[int, Sequence[int | None] | None] = field(default_factory=dict)
-    contracted: Axis = ()
-    linear: tuple[frozenset[int], ...] = ()
-    sizes: dict[int, Sizes] = field(default_factory=dict)
-    attributes: dict[str, Sizes] = field(default_factory=dict)
+    contracted: Axis = ()  # the axis that is summed over: a rank with a shard of it computes a partial value
+    linear: tuple[frozenset[int], ...] = ()  # sets of inputs: if exactly those of one set are partial, so is the output
+    sizes: dict[int, Sizes] = field(default_factory=dict)  # for an input, the axes whose sizes its entries are
+    attributes: dict[str, Sizes] = field(default_factory=dict)  # the same for attributes
+    # The axes of a convolution's kernel, whose sizes its attributes and its padding are made for.
     windows: Sequence[Axis] = ()
+    # The axes whose sizes attributes fix, such as a block of quantization: trials keep their sizes.
     exact: Sequence[Axis] = ()
+    # Inputs that are added to the result: if that is partial, exactly one rank must add them.
     add_on_one_rank: frozenset[int] = frozenset()
-    zero_point: int | None = None
-    is_lookup: bool = False
-    averages: bool = False
+    zero_point: int | None = None  # the input with the zero point of the first input
+    is_lookup: bool = False  # its second input indexes rows of its first input, a table
+    averages: bool = False  # it averages over the contracted axis: a rank's mean is weighted by its share of the axis
+    # The axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum of squares,
+    # the mean of squares, or also the mean.
     reduced: Axis = ()
     statistics: int = 1
-    splits_evenly: bool = False
-    directions: Axis = ()
+    splits_evenly: bool = False  # it splits an axis into equal lengths, one for each output
+    directions: Axis = ()  # the axis of a recurrent network's two directions, forward and backward
     _touched: set[int] = field(default_factory=set)
 
     def has(self, *numbers: int) -> bool:
