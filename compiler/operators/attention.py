@@ -19,7 +19,7 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
 
-def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
+def _heads(queries: int, keys: int) -> dict[str, Axis] | None:
     """Factors for key-value heads (k) and query heads for each (g); None if the numbers of heads are invalid."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None
@@ -29,34 +29,30 @@ def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
 def attention(op: Operation) -> None:
     """ONNX's Attention (opset 23 and later): queries, keys and values [b, heads, l, d] or [b, l, heads x d]."""
     flat = len(op.input(0)) == 3
-    shape = [ax.size_of(axis) for axis in op.input(0)]
-    keys = [ax.size_of(axis) for axis in op.input(1)]
-    values = [ax.size_of(axis) for axis in op.input(2)]
-    queries = op.number("q_num_heads", 0) if flat else shape[1]
-    kv_heads = op.number("kv_num_heads", 0) if flat else keys[1]
-    heads = _heads(op, queries, kv_heads)
-    if heads is None:
-        return
     if flat:
-        terms = "b l (k g d), b s (k d), b s (k e)"
-        sizes = {"d": ax.new_axis(shape[-1] // queries), "e": ax.new_axis(values[-1] // kv_heads)}
-        result = "b l (k g e)"
+        queries, keys = op.number("q_num_heads", 0), op.number("kv_num_heads", 0)
+    else:
+        queries, keys = ax.size_of(op.input(0)[1]), ax.size_of(op.input(1)[1])
+    if (heads := _heads(queries, keys)) is None:
+        return
+    size, value_size = ax.size_of(op.input(0)[-1]), ax.size_of(op.input(2)[-1])
+    if flat:
+        terms, result = "b l (k g d), b s (k d), b s (k e)", "b l (k g e)"
+        size, value_size = size // queries, value_size // keys
         op.attributes.update(q_num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
     else:
         terms, result = "b (k g) l d, b k s d, b k s e", "b (k g) l e"
-        sizes = {"d": ax.new_axis(shape[-1]), "e": ax.new_axis(values[-1])}
     op.pattern(
         f"{terms}, b (k g) l t, b k p d, b k p e, b -> {result}, b k t d, b k t e, b (k g) l t",
         whole="dlspt",
-        known={**heads, **sizes},
+        known={**heads, "d": ax.new_axis(size), "e": ax.new_axis(value_size)},
     )
 
 
 def group_query_attention(op: Operation) -> None:
     """Queries [b, l, heads x d]. If keys and values are not given, they are packed into the same tensor."""
     queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
-    heads = _heads(op, queries, keys)
-    if heads is None:
+    if (heads := _heads(queries, keys)) is None:
         return
     packed = not op.has(1)
     width = ax.size_of(op.input(0)[-1])
