@@ -112,6 +112,7 @@ class Attention:
         return b.shaped(self.by_heads(query, self.heads, b), 0, self.kv_heads, -1, 0)
 
     def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
+        """Reshape [batch, length, heads x size] to [batch, heads, length, size]."""
         return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=BY_ROWS)
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
@@ -171,6 +172,11 @@ class AttentionOnLatents(Attention):
     def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
         """Reshape queries [batch, heads, length, size] to [batch, 1, rows, size]."""
         return b.shaped(query, 0, 1, -1, 0)
+
+    def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
+        """New rows, which are [batch, 1, length, size] already."""
+        assert value is not None
+        return value
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
         """Reshape [batch, 1, rows, size] to the operator's output, [batch, heads, length, size]."""

@@ -51,11 +51,8 @@ def decompose_attention(graph: ir.Graph, operators: Collection[str] = (GROUPED, 
         nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
         kind = WindowRows if _holds_window(node) else Rows
         shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
-        if name == LATENT:
-            made = _write_on_latents(kind(AttentionOnLatents(node), sizes, nodes, shared))
-        else:
-            made = _write(kind(Attention(node), sizes, nodes, shared))
-        put_in_place(node, nodes.made, made, graph)
+        attention = AttentionOnLatents(node) if name == LATENT else Attention(node)
+        put_in_place(node, nodes.made, _write(kind(attention, sizes, nodes, shared)), graph)
     return bool(requests)
 
 
@@ -100,14 +97,6 @@ def _holds_window(node: ir.Node) -> bool:
     window = node.attributes.get_int("local_window_size", -1)
     has_bias = len(node.inputs) > BIAS and node.inputs[BIAS] is not None
     return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
-
-
-def _write_on_latents(rows: Rows) -> list[ir.Value]:
-    """As `_write`, for LatentAttention, whose new rows are [batch, 1, length, size] already."""
-    b, attention = rows.nodes, rows.attention
-    added = [value for place in (KEY, KEY + 1) if (value := attention.input(place)) is not None]
-    made, *presents = rows.attend(attention.query_rows(attention.input(QUERY), b), added)
-    return [attention.merged(made, b), *presents]
 
 
 def _write(rows: Rows) -> list[ir.Value]:
