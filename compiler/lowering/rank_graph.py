@@ -95,7 +95,8 @@ class _RankGraph:
             forms.set_split_lengths(self._editor, node, operation)
         if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
             whole = forms.reduce_statistics(self._editor, node, operation)
-            self._sums |= {} if whole is None else {origin: whole}
+            if whole is not None:
+                self._sums[origin] = whole
             return
         if origin in self._drawn:
             self._draw_once(node, origin)
