@@ -116,12 +116,13 @@ def fused_attention(op: Operation) -> None:
     if widths[0] != widths[1] or any(width % count for width in widths):
         return
     head, columns = ax.new_axis(widths[0] // count), "(h d + h d + h e)"
+    # Values have a width of their own, which may be sharded, only where the attribute says it.
+    value = ax.new_axis(widths[2] // count) if op.numbers_of("qkv_hidden_sizes") else head
     if op.node.op_type == "QAttention":
-        value = head
         scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
         others = f"-, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d"
     else:
-        value, others = ax.new_axis(widths[2] // count), f"{_mask(op, 3)}, 2 b h p d, b h l t"
+        others = f"{_mask(op, 3)}, 2 b h p d, b h l t"
     op.pattern(
         f"b l i, i {columns}, {columns}, {others} -> b l (h e), 2 b h t d",
         whole="ildpt2m",
