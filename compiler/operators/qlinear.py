@@ -12,9 +12,10 @@ import onnx_ir as ir
 from onnx_shape_inference import registry
 
 from splitc.compiler.operators import scratch
+from splitc.compiler.operators.elementwise import elementwise
 from splitc.compiler.operators.linear import convolve, matrix, product, product_flops
 from splitc.compiler.operators.operation import Operation
-from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
+from splitc.compiler.operators.operator import Operator, Shapes
 from splitc.compiler.operators.quantized import relate_blocks
 from splitc.compiler.operators.shaping import join
 
@@ -47,16 +48,6 @@ def gemm(op: Operation) -> None:
 def convolution(op: Operation) -> None:
     if not op.number("channels_last", 0):
         op.whole([convolve(op, 3, (4, 5, 8))], ROUNDED)
-
-
-def elementwise(*values: int) -> AxesRule:
-    """The rule of an elementwise operator with data inputs `values`. Other inputs are scalar scales and zero points."""
-
-    def rule(op: Operation) -> None:
-        for number in values:
-            op.broadcast(op.input(number), op.output())
-
-    return rule
 
 
 def softmax(op: Operation) -> None:
@@ -105,11 +96,12 @@ OPERATORS = (
     ),
     Operator("QLinearMatMul", matmul, product_flops, matrix_input=3, quantizes=True),
     Operator("com.microsoft.QGemm", gemm, product_flops, gemm_shape, matrix_input=3, quantizes=True),
-    Operator("com.microsoft.QLinearAdd", elementwise(0, 3), quantizes=True),
-    Operator("com.microsoft.QLinearMul", elementwise(0, 3), quantizes=True),
-    Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), quantizes=True),
-    Operator("com.microsoft.QLinearSigmoid", elementwise(0), quantizes=True),
-    Operator("com.microsoft.QLinearLeakyRelu", elementwise(0), quantizes=True),
+    # Their scales and zero points are scalars.
+    Operator("com.microsoft.QLinearAdd", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearMul", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearWhere", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearSigmoid", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearLeakyRelu", elementwise, quantizes=True),
     Operator("com.microsoft.QLinearSoftmax", softmax, quantizes=True),
     Operator("com.microsoft.QLinearConcat", concat, quantizes=True),
     Operator("com.microsoft.QLinearAveragePool", pool, shapes=pool_shape, quantizes=True),
