@@ -18,7 +18,6 @@ from splitc.compiler.lowering.skip_norms import known_shape
 from splitc.compiler.nodes import known_weight
 from splitc.compiler.operators.gpu_kernels import HALVES, LAST_OPSET, has_gpu_kernel, is_too_new, typed_input
 from splitc.compiler.operators.indexing import marked_places
-from splitc.runtime.arrays.array import Array
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -119,18 +118,13 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
     torch's repeat_interleave is exported so: it picks the number of repeats, and 1 for the other axes.
     """
     places, depth, values = node.inputs
-    if places is None or depth is None or (wanted := _constant(places)) is None or (most := _constant(depth)) is None:
+    wanted, most = known_weight(places), known_weight(depth)
+    if wanted is None or most is None:
         return
-    count = int(most.item())
+    count = int(most.numpy().item())
     if wanted.size * count <= SMALL:
-        picked = marked_places(node, wanted, count)
+        picked = marked_places(node, wanted.numpy(), count)
         editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
-
-
-def _constant(value: ir.Value) -> Array | None:
-    """The numbers of a constant; None for other values, and for those that a request can override."""
-    tensor = known_weight(value)
-    return None if tensor is None else tensor.numpy()
 
 
 def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
