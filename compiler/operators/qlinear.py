@@ -55,7 +55,7 @@ def softmax(op: Operation) -> None:
     data, opset = op.input(0), op.number("opset", 13)
     first = op.number("axis", -1) % len(data)
     along = [first] if opset >= 13 else range(first, len(data))
-    op.relate_all(*([axes[n] for n in range(len(data)) if n not in along] for axes in (data, op.output())))
+    op.relate_others(along)
 
 
 def concat(op: Operation) -> None:

@@ -161,11 +161,12 @@ def quantized_experts(op: Operation) -> None:
     by_blocks = len(op.input(6)) == 3
     if not by_blocks and op.has(11):
         return  # zero points of several rows share a byte
-    sides = [_numbers_of(op, *places) for places in ((2, 3, 11, "fc1"), (5, 6, 12, "fc2"), (8, 9, 13, "fc3"))]
-    first, second, third = sides
-    hidden, (outer, block) = op.input(0)[-1], second or ((), ())
-    if first is None or second is None or any(side and _size(side) != ax.size_of(hidden) for side in (first, third)):
+    projections = ((2, 3, 11, "fc1"), (5, 6, 12, "fc2"), (8, 9, 13, "fc3"))
+    first, second, third = (_numbers_of(op, *places) for places in projections)
+    hidden = [ax.product(numbers) for numbers in (first, third) if numbers is not None]
+    if first is None or second is None or {*map(ax.size_of, hidden)} != {ax.size_of(op.input(0)[-1])}:
         return
+    outer, block = second
     together = max(1, EXPERT_TILE // ax.size_of(block)) if on_gpus else 1
     if ax.size_of(outer) % together or not relate_experts(op, (*outer, *block), (2, 3, 4, 11), (8, 9, 10, 13)):
         return
@@ -175,7 +176,7 @@ def quantized_experts(op: Operation) -> None:
     op.free([outer])
     op.contracted = (*outer, *block)
     op.add_on_one_rank = frozenset([7])
-    _relate_hidden(op, [side for side in (first, third) if side is not None])
+    _relate_hidden(op, hidden)
     _relate_choice(op)
 
 
@@ -202,16 +203,14 @@ def _numbers_of(op: Operation, weight: int, scales: int, zeros: int, name: str) 
     return outer, block
 
 
-def _size(numbers: tuple[Axis, Axis]) -> int:
-    outer, block = numbers
-    return ax.size_of((*outer, *block))
+def _relate_hidden(op: Operation, summed: Sequence[Axis]) -> None:
+    """The width of tokens is whole. Its axes are related, so that trials with other sizes fit together.
 
-
-def _relate_hidden(op: Operation, sides: Sequence[tuple[Axis, Axis]]) -> None:
-    """The width of tokens is whole. Its axes are related, so that trials with other sizes fit together."""
+    `summed` are those that projections sum over.
+    """
     hidden = op.input(0)[-1]
-    for outer, block in sides:
-        op.relate(hidden, (*outer, *block))
+    for axis in summed:
+        op.relate(hidden, axis)
     rows = [op.input(number)[1] for number in (5, 6, 7, 12) if op.has(number)]
     for axis in (op.output()[-1], *(axis for axis in rows if ax.size_of(axis) == ax.size_of(hidden))):
         op.relate(axis, hidden)
