@@ -68,10 +68,11 @@ class Nodes:
         return ir.Graph([], made, nodes=self.made, name=self.name)
 
 
-def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
-    """Replace a node by others in the graph. Their results get the names, types and origins of its outputs."""
+def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+    """Replace a node by others in its graph. Their results get the names, types and origins of its outputs."""
     old = list(node.outputs[: len(results)])
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
+    assert node.graph is not None
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, old, results)
     for before, after in zip(old, results, strict=True):
         after.name, after.type, after.shape = before.name, before.type, before.shape
         after.meta.update(before.meta)

@@ -52,7 +52,7 @@ def decompose_attention(graph: ir.Graph, operators: Collection[str] = (GROUPED, 
         kind = WindowRows if _holds_window(node) else Rows
         shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
         attention = AttentionOnLatents(node) if name == LATENT else Attention(node)
-        put_in_place(node, nodes.made, _write(kind(attention, sizes, nodes, shared)), graph)
+        put_in_place(node, nodes.made, _write(kind(attention, sizes, nodes, shared)))
     return bool(requests)
 
 

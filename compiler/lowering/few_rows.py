@@ -78,7 +78,7 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     }
     made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
     made.meta[FEW_ROWS] = "then_branch"
-    put_in_place(node, [*outside.made, made], made.outputs, editor.graph)
+    put_in_place(node, [*outside.made, made], made.outputs)
 
 
 def count_rows(rows: ir.Value, b: Nodes) -> tuple[ir.Value, ir.Value]:

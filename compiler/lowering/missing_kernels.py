@@ -109,7 +109,7 @@ def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     fill = node.inputs[2] if len(node.inputs) > 2 else None
     fills = (None, None) if fill is None else halves(fill)
     low, high = map(padded, halves(value), fills)
-    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)], editor.graph)
+    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)])
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:

@@ -82,7 +82,7 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
     branches = {"then_branch": several.graph(_Copying(Attention(node), several, rows).write(), outputs)}
     branches["else_branch"] = whole.graph(inside, outputs)
     made = ir.node("If", [rows.asked], branches, num_outputs=3, name=node.name)
-    put_in_place(node, [made], made.outputs, editor.graph)
+    put_in_place(node, [made], made.outputs)
 
 
 @dataclass
