@@ -29,11 +29,13 @@ class Nodes:
     made: list[ir.Node] = field(default_factory=list)
 
     def inner(self, end: str) -> Nodes:
+        """New nodes for a branch inside."""
         return Nodes(f"{self.name}/{end}", self.editor)
 
     def add(
         self, operator: str, inputs: Sequence[ir.Value | None], count: int = 1, domain: str = "", attributes: Any = ()
     ) -> Sequence[ir.Value]:
+        """Add a node. Returns its outputs."""
         number = len(self.made)
         node = ir.Node(domain, operator, inputs, attributes, num_outputs=count, name=f"{self.name}/{number}")
         for place, value in enumerate(node.outputs):

@@ -145,12 +145,12 @@ def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
     """Whether a Reshape restores the shape of the data: the target is that Shape, or the model declares both equal."""
     wanted, target = known_shape(data), reshape.inputs[1]
     shape = made_by(target, "Shape")
-    if shape is not None and not _cuts(shape):
+    if shape is not None and not _returns_part(shape):
         return shape.inputs[0] is data
     return wanted is not None and wanted == known_shape(result)
 
 
-def _cuts(shape: ir.Node) -> bool:
+def _returns_part(shape: ir.Node) -> bool:
     """Whether a Shape returns only some of the sizes."""
     return shape.attributes.get_int("start", 0) != 0 or "end" in shape.attributes
 

@@ -33,7 +33,7 @@ FEW_ROWS = "splitc.few_rows"
 
 
 def copy_matrices_of_few_rows(graph: ir.Graph) -> None:
-    """Put such an If in place of each product of grouped rows."""
+    """Replace each product of grouped rows by an If that copies matrices where there are few rows, in place."""
     editor, chosen = Editor(graph), find_copied(graph)
     for node, (groups, most) in chosen.items():
         _choose(node, groups, most, editor)

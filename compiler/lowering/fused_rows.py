@@ -224,7 +224,7 @@ def _steps(nodes: Sequence[ir.Node]) -> _Group:
 
 
 def _read(group: _Group, node: ir.Node, place: int, known: Mapping[ir.Value, int]) -> int:
-    """The number of what a step reads at this place: a step of those `known`, or an input, which the group gets.
+    """The number of what a step reads at this place: one of the `known` steps, or an input, added to the group.
 
     Raises _NoStepError if the node has no such input, or it does not fit.
     """

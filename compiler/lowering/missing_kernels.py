@@ -128,6 +128,7 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
 
 
 def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+    """Set a new value's name, type and shape."""
     value.name, value.shape = name, shape
     value.type = None if dtype is None else ir.TensorType(dtype)
 

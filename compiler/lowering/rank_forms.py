@@ -45,7 +45,7 @@ def sum_over_ranks(editor: RankEditor, value: ir.Value) -> ir.Value:
 
 
 def uncounted(editor: Editor, value: ir.Value) -> ir.Value:
-    """Replace a value of which this rank adds nothing to a sum by zeros."""
+    """Replace a value by zeros: this rank adds nothing to the sum."""
     return editor.wrap(value, "Where", _zeros_of(editor, value), "uncounted")
 
 

@@ -1,4 +1,4 @@
-"""Products of a value and a weight matrix that nothing else reads, in engines for GPUs: two rewrites of them.
+"""Two rewrites of products with a weight matrix that nothing else reads, in engines for GPUs.
 
 Query, key and value projections of attention with a cache are merged into one product and a Split. For a single token
 they are small: the key and value weights of an 8B decoder are 8 MiB each, which a GPU reads in little more than the
