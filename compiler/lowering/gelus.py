@@ -55,12 +55,12 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
             continue
         left, product = gated
         reads = 2 if node.op_type == "Erf" else 1  # a decomposed Gelu reads its input twice, the operator once
-        halves = _find_split(left, gelu[0]) or _join(left, gelu[0], reads, producer_of(product), editor)
+        halves = _find_split(left, gelu[0], shapes) or _join(left, gelu[0], reads, producer_of(product), editor)
         if halves is not None:
             take_place(call(editor, producer_of(product), GATED, *halves), product)
 
 
-def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+def _find_split(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> tuple[ir.Value, ir.Value] | None:
     """The product and the bias whose sum is split into these two halves of columns; None for other values."""
     one, other = left.producer(), right.producer()
     if one is None or other is None or not (_splits(one, left, right) or _slices(one, other)):
@@ -68,6 +68,8 @@ def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | 
     total = one.inputs[0]
     others = [] if total is None else [node for node, _ in total.uses() if node not in (one, other)]
     if total is None or total.is_graph_output() or any(node.op_type != "Shape" for node in others):
+        return None
+    if planned_shape(total, shapes)[ROWS:] != (2 * planned_shape(left, shapes)[ROWS],):
         return None
     biased = find_bias(total)
     return biased if biased is not None and _width(biased[1]) in WIDTHS else None
