@@ -48,7 +48,7 @@ def matmul_integer(op: Operation) -> None:
     op.zero_point, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
     if op.has(op.zero_point) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero_point)):
         op.whole([op.input(0)[-1]], "there is a zero point for each row")
-    for axis in (axis for number in of_columns if op.has(number) for axis in op.input(number)):
+    for axis in itertools.chain(*op.given(of_columns)):
         if ax.size_of(axis) == ax.size_of(op.output()[-1]):
             op.relate(axis, op.output()[-1])
     op.add_on_one_rank = frozenset([6]) if to_float else frozenset()
@@ -113,9 +113,9 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     op.relate(output[1], (*groups, *outer))
     op.free([inner])
     op.attributes["group"], op.windows = [groups], kernel[2:]
-    for number in of_channels:
-        if op.has(number) and len(op.input(number)) == 1 and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
-            op.relate(op.input(number)[0], output[1])
+    for axes in op.given(of_channels):
+        if len(axes) == 1 and ax.size_of(axes[0]) == ax.size_of(output[1]):
+            op.relate(axes[0], output[1])
     return inner
 
 
@@ -124,7 +124,7 @@ def deformed_convolution(op: Operation) -> None:
     data, output = op.input(0), op.output()
     op.contracted = convolve(op, 1, [3])
     op.add_on_one_rank = frozenset([3])
-    for moves in (op.input(number) for number in (2, 4) if op.has(number)):
+    for moves in op.given((2, 4)):
         op.relate(moves[0], output[0])
         op.whole(moves[1:])
     op.whole([*data[2:], *output[2:]], "its offsets may point to any position")
@@ -165,15 +165,14 @@ def relate_experts(op: Operation, inner: Axis, first: Iterable[int], third: Iter
     """
     pair = ax.new_axis(2)
     rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
-    of_rows = [op.input(number)[1] for number in first if op.has(number)]
+    of_rows = [axes[1] for axes in op.given(first)]
     if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
         return False  # the layout of ONNX Runtime before 1.20
     op.whole([pair], "it needs a gate and its value together")
     for axis in of_rows:
         op.relate(axis, rows)
-    for number in third:
-        if op.has(number):
-            op.relate(op.input(number)[1], inner)
+    for axes in op.given(third):
+        op.relate(axes[1], inner)
     return True
 
 

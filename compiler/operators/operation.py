@@ -66,6 +66,10 @@ class Operation:
         """Whether the node has all of these inputs, with known shapes."""
         return all(number < len(self.inputs) and self.inputs[number] is not None for number in numbers)
 
+    def given(self, numbers: Iterable[int]) -> list[tuple[Axis, ...]]:
+        """The axes of those of these inputs that the node has, with known shapes."""
+        return [self.input(number) for number in numbers if self.has(number)]
+
     def input(self, number: int) -> tuple[Axis, ...]:
         """The axes of an input whose shape is known."""
         axes = self.inputs[number]

@@ -27,18 +27,17 @@ def matmul(op: Operation) -> None:
     product(op, left, right)
     op.contracted = ()
     op.whole([left[-1]], ROUNDED)
-    for number in (4, 5, 6, 7):
-        if op.has(number) and op.input(number):
-            relate_blocks(op, output[-1], op.input(number)[-1])
+    for axes in op.given((4, 5, 6, 7)):
+        if axes:
+            relate_blocks(op, output[-1], axes[-1])
 
 
 def gemm(op: Operation) -> None:
     """Without a scale of the output, the result is float32, and may be partial."""
     left = matrix(op, 0, "transA")
     product(op, left, matrix(op, 3, "transB"))
-    for number in (4, 5, 6):  # the scales and zero points of columns, and a bias
-        if op.has(number):
-            op.broadcast(op.input(number), op.output())
+    for axes in op.given((4, 5, 6)):  # the scales and zero points of columns, and a bias
+        op.broadcast(axes, op.output())
     op.zero_point, op.add_on_one_rank = 2, frozenset([6])
     if op.has(7):
         op.contracted, op.add_on_one_rank = (), frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,16 +29,13 @@ EXPERT_TILE = 64
 def linear_quantization(op: Operation) -> None:
     """There is one scale for the tensor, for each index of an axis, or for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
-    for source, target in zip(data, op.output(), strict=True):
-        op.relate(source, target)
-    for number in (1, 2):
-        if op.has(number) and op.input(number):
-            scales = op.input(number)
-            places = data if len(scales) == len(data) else [data[axis]]
-            for scale, place in zip(scales, places, strict=False):
-                block = relate_blocks(op, place, scale)
-                if ax.size_of(block) == op.number("block_size", 0):
-                    op.attributes["block_size"] = [block]
+    op.relate_all(data, op.output())
+    for scales in filter(None, op.given((1, 2))):
+        places = data if len(scales) == len(data) else [data[axis]]
+        for scale, place in zip(scales, places, strict=False):
+            block = relate_blocks(op, place, scale)
+            if ax.size_of(block) == op.number("block_size", 0):
+                op.attributes["block_size"] = [block]
 
 
 def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
@@ -65,7 +63,7 @@ def dynamically_quantized_product(op: Operation) -> None:
         return
     columns = op.output()[-1]
     op.relate(op.input(1)[1], columns)
-    for axis in (axis for number in (2, 3, 4) if op.has(number) for axis in op.input(number)):
+    for axis in itertools.chain(*op.given((2, 3, 4))):
         if ax.size_of(axis) == ax.size_of(columns):
             op.relate(axis, columns)
 
@@ -154,7 +152,7 @@ def quantized_experts(op: Operation) -> None:
     data, prepacked = op.node.inputs[0], op.number("weights_prepacked", -1)
     on_gpus = data is None or data.dtype != ir.DataType.FLOAT
     if prepacked == 1 or (prepacked and on_gpus):
-        op.whole([axis for number in (2, 5, 8) if op.has(number) for axis in op.input(number)], PREPACKED)
+        op.whole(itertools.chain(*op.given((2, 5, 8))), PREPACKED)
         return
     if op.node.attributes.get_string("quant_type", "int") != "int" or not op.has(2, 3, 5, 6):
         return
@@ -211,7 +209,7 @@ def _relate_hidden(op: Operation, summed: Sequence[Axis]) -> None:
     hidden = op.input(0)[-1]
     for axis in summed:
         op.relate(hidden, axis)
-    rows = [op.input(number)[1] for number in (5, 6, 7, 12) if op.has(number)]
+    rows = [axes[1] for axes in op.given((5, 6, 7, 12))]
     for axis in (op.output()[-1], *(axis for axis in rows if ax.size_of(axis) == ax.size_of(hidden))):
         op.relate(axis, hidden)
     op.whole([hidden])
@@ -226,7 +224,7 @@ def _relate_choice(op: Operation) -> None:
     else:
         experts = ax.new_axis(count)
         op.exact = [*op.exact, experts]
-    for axis in (op.input(1)[1], *(op.input(number)[0] for number in range(2, 14) if op.has(number))):
+    for axis in (op.input(1)[1], *(axes[0] for axes in op.given(range(2, 14)))):
         op.relate(axis, experts)
     op.whole([experts])
 
@@ -240,13 +238,11 @@ def small_scales(op: Operation, number: int) -> Array | None:
 
 def quantized_embed_layer_norm(op: Operation) -> None:
     """The sum of rows of three quantized tables, normalized; after the mask come their scales and zero points."""
-    for number in (0, 1, 7):
-        if op.has(number):
-            op.relate_all(op.input(number), op.output()[:2])
+    for axes in op.given((0, 1, 7)):
+        op.relate_all(axes, op.output()[:2])
     if op.has_output(1):
         op.relate(op.output(1)[0], op.output()[0])
-    tables = [axis for number in range(2, 7) if op.has(number) for axis in op.input(number)]
-    op.whole([*op.output()[1:], *tables], "it normalizes rows of tables")
+    op.whole(itertools.chain(op.output()[1:], *op.given(range(2, 7))), "it normalizes rows of tables")
 
 
 def quantized_embed_shape(context: Any, node: ir.Node) -> None:

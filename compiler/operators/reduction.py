@@ -151,12 +151,10 @@ def _whole_norm(op: Operation) -> None:
     data = op.input(0)
     first = op.number("axis", -1) % len(data)
     op.whole(data[first:])
-    for number in range(len(op.outputs)):
-        if op.has_output(number):
-            op.relate_all(data[:first], op.output(number)[:first])
-    for number in (1, 2):  # a scale and a bias may also have axes that are not normalized
-        if op.has(number):
-            op.broadcast(op.input(number), data)
+    for made in op.outputs:
+        op.relate_all(data[:first], (made or ())[:first])
+    for axes in op.given((1, 2)):  # a scale and a bias may also have axes that are not normalized
+        op.broadcast(axes, data)
 
 
 def _is_plain(op: Operation) -> bool:

@@ -21,10 +21,10 @@ LABELS = (*TEXTS, "ints", "int64s")
 
 def samples(op: Operation) -> None:
     """Rows are independent. A vector is a single row, which is needed whole."""
-    for rows in (op.input(number) for number in range(len(op.inputs)) if op.has(number) and number not in op.weights):
-        for number in range(len(op.outputs)):
-            if len(rows) > 1 and op.has_output(number):
-                op.relate(rows[0], op.output(number)[0])
+    for rows in op.given(number for number in range(len(op.inputs)) if number not in op.weights):
+        for made in op.outputs:
+            if len(rows) > 1 and made is not None:
+                op.relate(rows[0], made[0])
 
 
 def columns(op: Operation) -> None:
