@@ -50,9 +50,8 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     however their engines order independent nodes. If nothing reads the last operator's result on this rank, its token
     becomes an output: else the engine would drop the operator, and other ranks would wait for it.
     """
-    for place, value in reversed(list(enumerate(graph.outputs))):
-        if value.name not in outputs:
-            del graph.outputs[place]
+    # A slice, since `del` would leave values marked as outputs.
+    graph.outputs[:] = [value for value in graph.outputs if value.name in outputs]
     last: ir.Node | None = None
     for node in [node for node in graph if communicates(node)]:
         replaced = node.op_type == COLLECTIVE

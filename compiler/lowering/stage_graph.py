@@ -97,7 +97,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
             renamed[joined] = original.name or ""
     if not nodes:
         return
-    del result.inputs[len(inputs) :]
+    result.inputs[len(inputs) :] = []
     for number, node in enumerate(nodes):
         node.name = f"splitc_sizes_{number}"
         for value in node.outputs:
