@@ -30,11 +30,13 @@ class Nodes:
     made: list[ir.Node] = field(default_factory=list)
 
     def inner(self, end: str) -> Nodes:
+        """New nodes for a branch inside."""
         return Nodes(f"{self.name}/{end}", self.editor)
 
     def add(
         self, operator: str, inputs: Sequence[ir.Value | None], count: int = 1, domain: str = "", attributes: Any = ()
     ) -> Sequence[ir.Value]:
+        """Add a node. Returns its outputs."""
         number = len(self.made)
         node = ir.Node(domain, operator, inputs, attributes, num_outputs=count, name=f"{self.name}/{number}")
         for place, value in enumerate(node.outputs):
@@ -52,6 +54,10 @@ class Nodes:
         made.type, made.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
         return made
 
+    def number(self, number: int) -> ir.Value:
+        """A constant integer without axes."""
+        return self.editor.constant(np.array(number, np.int64))
+
     def shaped(self, value: ir.Value | None, *sizes: int) -> ir.Value:
         return self.one("Reshape", value, self.editor.numbers(*sizes))
 
@@ -65,10 +71,11 @@ class Nodes:
         return ir.Graph([], made, nodes=self.made, name=self.name)
 
 
-def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
-    """Replace a node by others in the graph. Their results get the names, types and origins of its outputs."""
+def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+    """Replace a node by others in its graph. Their results get the names, types and origins of its outputs."""
     old = list(node.outputs[: len(results)])
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
+    assert node.graph is not None
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, old, results)
     for before, after in zip(old, results, strict=True):
         after.name, after.type, after.shape = before.name, before.type, before.shape
         after.meta.update(before.meta)
@@ -109,6 +116,7 @@ class Attention:
         return b.shaped(self.by_heads(query, self.heads, b), 0, self.kv_heads, -1, 0)
 
     def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
+        """Reshape [batch, length, heads x size] to [batch, heads, length, size]."""
         return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=SWAP_HEADS)
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
@@ -168,6 +176,11 @@ class AttentionOnLatents(Attention):
     def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
         """Reshape queries [batch, heads, length, size] to [batch, 1, rows, size]."""
         return b.shaped(query, 0, 1, -1, 0)
+
+    def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
+        """New rows, which are [batch, 1, length, size] already."""
+        assert value is not None
+        return value
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
         """Reshape [batch, 1, rows, size] to the operator's output, [batch, heads, length, size]."""

@@ -9,9 +9,8 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import note_sizes, noted_sizes
-from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
+from splitc.compiler.lowering.rank_forms import RankEditor, sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import SUMMED
@@ -23,9 +22,9 @@ from splitc.compiler.sharding.shares import Range
 PADS_INTEGERS = 13
 
 
-def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
+def enter(editor: RankEditor, node: ir.Node, crossing: Crossing) -> None:
     """Replace an input of an island's node by the shard that the node needs, in place."""
-    if crossing.is_joined(shards.ranges) or crossing.is_cut(shards.ranges):
+    if crossing.is_joined(editor.shards.ranges) or crossing.is_cut(editor.shards.ranges):
         assert crossing.place is not None
         value = node.inputs[crossing.place]
         assert value is not None
@@ -34,25 +33,25 @@ def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: C
         copy.name, copy.type, copy.shape = f"{node.outputs[0].name}/input{crossing.place}", value.type, value.shape
         note_sizes(copy, noted_sizes(value))
         node.replace_input_with(crossing.place, copy)
-        leave(editor, shards, ranks, copy, crossing)
+        leave(editor, copy, crossing)
 
 
-def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> None:
+def leave(editor: RankEditor, value: ir.Value, crossing: Crossing) -> None:
     """Make all readers of an island's result read the shard that they need, in place."""
-    if crossing.is_joined(shards.ranges):
-        value = _join(editor, shards, ranks, value, crossing)
-    if crossing.is_cut(shards.ranges):
-        _cut(editor, shards, value, crossing)
+    if crossing.is_joined(editor.shards.ranges):
+        value = _join(editor, value, crossing)
+    if crossing.is_cut(editor.shards.ranges):
+        _cut(editor, value, crossing)
 
 
-def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
+def _join(editor: RankEditor, value: ir.Value, crossing: Crossing) -> ir.Value:
     """Join shards into the whole value: an all-reduce of shards that are padded with zeros.
 
     A rank whose shard is a copy of another rank's adds only zeros. Types that can't be summed are cast, and 8-bit
     integers if the opset can't pad them.
     """
     present = {atom for side in crossing.sides for atom in ax.atoms(side.before)}
-    runs = {side.number: _run(shards, side.before, present) for side in crossing.sides}
+    runs = {side.number: _run(editor.shards, side.before, present) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
@@ -63,16 +62,16 @@ def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
         value = _slice(editor, value, {replicas[0]: Range(0, 0)}, "replica")
         runs[replicas[0]] = Range(0, 0)
     around = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
-    value = sum_over_ranks(editor, ranks, _pad(editor, value, around, crossing.axes))
+    value = sum_over_ranks(editor, _pad(editor, value, around, crossing.axes))
     _resize(value, sizes)
     return value if summed == kind else editor.wrap(value, "Cast", [value], "wide", kind, to=kind)
 
 
-def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) -> ir.Value:
+def _cut(editor: RankEditor, value: ir.Value, crossing: Crossing) -> None:
     """Slice the rank's shard out of the whole value."""
-    runs = {side.number: _run(shards, side.after) for side in crossing.sides}
+    runs = {side.number: _run(editor.shards, side.after) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.after) for side in crossing.sides}
-    return _slice(editor, value, {number: run for number, run in runs.items() if run.size < sizes[number]}, "whole")
+    _slice(editor, value, {number: run for number, run in runs.items() if run.size < sizes[number]}, "whole")
 
 
 def _run(shards: Shards, axis: Axis, present: Collection[Factor] = ()) -> Range:
@@ -85,7 +84,7 @@ def _run(shards: Shards, axis: Axis, present: Collection[Factor] = ()) -> Range:
     return Range(own.start * rest, own.stop * rest, own.is_owned(present))
 
 
-def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
+def _slice(editor: RankEditor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
     """A value sliced to ranges of elements, by the number of the axis."""
     if not runs:
         return value
@@ -96,7 +95,7 @@ def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str)
     return cut
 
 
-def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
+def _pad(editor: RankEditor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
     """A value padded with zeros: `pads` are the numbers of zeros before and after it, by axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]

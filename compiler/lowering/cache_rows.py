@@ -122,10 +122,7 @@ class Rows:
         b = self.nodes
         end = b.shaped(size)
         end.type, end.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
-        return b.one("Range", self._number(0), end, self._number(1))
-
-    def _number(self, number: int) -> ir.Value:
-        return self.nodes.editor.constant(np.array(number, np.int64))
+        return b.one("Range", b.number(0), end, b.number(1))
 
     def _axis(self, value: ir.Value | None, axis: int) -> ir.Value:
         """The size of an axis."""

@@ -20,16 +20,17 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import (
+    combined,
     constant_numbers,
     is_onnx,
     is_own,
     made_by,
     only_user,
-    other_input,
     tensor_of,
     value_before,
 )
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.lowering.skip_norms import known_shape
 from splitc.compiler.nodes import known_weight
@@ -98,17 +99,17 @@ def _of_instances(node: ir.Node) -> _GroupNorm | None:
         return None
     grouped, ones, zeros = node.inputs
     first, back = made_by(grouped, "Reshape"), only_user(node.outputs[0], "Reshape")
-    scaled = None if back is None else only_user(back.outputs[0], "Mul")
-    shifted = None if scaled is None else only_user(scaled.outputs[0], "Add")
+    scaled = None if back is None else combined(back.outputs[0], "Mul")
+    shifted = None if scaled is None else combined(scaled[1], "Add")
     if first is None or back is None or scaled is None or shifted is None:
         return None
+    (scale, _), (shift, result) = scaled, shifted
     data, groups = first.inputs[0], _filled(ones, 1)
     if data is None or groups is None or _filled(zeros, 0) != groups or not _is_grouped(first, groups):
         return None
-    scale, shift = other_input(scaled, back.outputs[0]), other_input(shifted, scaled.outputs[0])
-    if not _is_back(back, data, shifted.outputs[0]) or not (_is_by_channel(scale) and _is_by_channel(shift)):
+    if not _is_back(back, data, result) or not (_is_by_channel(scale) and _is_by_channel(shift)):
         return None
-    return _with_weights(shifted, data, scale, shift, groups, node.attributes.get_float("epsilon", 1e-5))
+    return _with_weights(producer_of(result), data, scale, shift, groups, node.attributes.get_float("epsilon", 1e-5))
 
 
 def _with_weights(
@@ -144,20 +145,19 @@ def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
     """Whether a Reshape restores the shape of the data: the target is that Shape, or the model declares both equal."""
     wanted, target = known_shape(data), reshape.inputs[1]
     shape = made_by(target, "Shape")
-    if shape is not None and not _cuts(shape):
+    if shape is not None and not _returns_part(shape):
         return shape.inputs[0] is data
     return wanted is not None and wanted == known_shape(result)
 
 
-def _cuts(shape: ir.Node) -> bool:
+def _returns_part(shape: ir.Node) -> bool:
     """Whether a Shape returns only some of the sizes."""
     return shape.attributes.get_int("start", 0) != 0 or "end" in shape.attributes
 
 
-def _is_by_channel(value: ir.Value | None) -> bool:
+def _is_by_channel(value: ir.Value) -> bool:
     """Whether a value is [c, 1, 1] or [1, c, 1, 1]."""
-    known = None if value is None else described(value).shape
-    shape = [] if known is None else list(known)
+    shape = list(described(value).shape or ())
     return len(shape) in (3, 4) and shape[-2:] == [1, 1] and shape[:-3] in ([], [1])
 
 

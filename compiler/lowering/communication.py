@@ -50,9 +50,8 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     however their engines order independent nodes. If nothing reads the last operator's result on this rank, its token
     becomes an output: else the engine would drop the operator, and other ranks would wait for it.
     """
-    for place, value in reversed(list(enumerate(graph.outputs))):
-        if value.name not in outputs:
-            del graph.outputs[place]
+    # A slice, since `del` would leave values marked as outputs.
+    graph.outputs[:] = [value for value in graph.outputs if value.name in outputs]
     last: ir.Node | None = None
     for node in [node for node in graph if communicates(node)]:
         replaced = node.op_type == COLLECTIVE
@@ -136,7 +135,7 @@ class ChainedGraph:
     ) -> Sequence[ir.Value]:
         node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
         for value, name in zip(node.outputs, outputs, strict=True):
-            value.name = self._unused(name)
+            value.name = take_name(name, self._names)
         node.outputs[-1].type = ir.TensorType(ir.DataType.UINT8)  # the token
         self._graph.append(node)
         return node.outputs
@@ -144,13 +143,9 @@ class ChainedGraph:
     def _like(self, dtype: ir.DataType) -> ir.Value:
         """A constant of this type, from which ONNX Runtime infers the type of a received value."""
         if dtype not in self._likes:
-            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
+            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=take_name(f"splitc_{dtype.name}", self._names))
             self._likes[dtype] = add_initializer(self._graph, tensor)
         return self._likes[dtype]
-
-    def _unused(self, name: str) -> str:
-        """The name, or one with primes that is unique among the graph's values."""
-        return take_name(name, self._names)
 
 
 def take_name(name: str | None, used: set[str | None]) -> str:

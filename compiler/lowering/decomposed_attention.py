@@ -51,11 +51,8 @@ def decompose_attention(graph: ir.Graph, operators: Collection[str] = (GROUPED, 
         nodes = Nodes(f"{node.outputs[0].name}/decomposed", editor)
         kind = WindowRows if _holds_window(node) else Rows
         shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
-        if name == LATENT:
-            made = _write_on_latents(kind(AttentionOnLatents(node), sizes, nodes, shared))
-        else:
-            made = _write(kind(Attention(node), sizes, nodes, shared))
-        put_in_place(node, nodes.made, made, graph)
+        attention = AttentionOnLatents(node) if name == LATENT else Attention(node)
+        put_in_place(node, nodes.made, _write(kind(attention, sizes, nodes, shared)))
     return bool(requests)
 
 
@@ -64,22 +61,12 @@ def _sizes_of(node: ir.Node) -> tuple[int, int] | None:
     if operator_name(node) == LATENT:
         shared, rank = node.attributes["sizes"].as_ints()
         return shared, rank
-    size = _size_of(node)
-    return None if size is None else (size, size)
-
-
-def _size_of(node: ir.Node) -> int | None:
-    """The size of a head, from the unsplit model's shapes; None if they do not give it."""
     whole = origin_of(node) or node
     for value in (whole.inputs[PASTS[0]], whole.outputs[1]):
         shape = None if value is None else described(value).shape
         if shape is not None and len(shape) == 4 and (size := fixed_size(shape[3])) is not None:
-            return size
-    query, one = whole.inputs[QUERY], Attention(whole)
-    shape = None if query is None else described(query).shape
-    width, heads = None if shape is None else shape[-1], one.heads
-    heads += 2 * one.kv_heads if one.input(KEY) is None else 0
-    return width // heads if isinstance(width, int) and width % heads == 0 else None
+            return size, size
+    return None
 
 
 def _rows_of(node: ir.Node) -> int | str:
@@ -110,14 +97,6 @@ def _holds_window(node: ir.Node) -> bool:
     window = node.attributes.get_int("local_window_size", -1)
     has_bias = len(node.inputs) > BIAS and node.inputs[BIAS] is not None
     return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
-
-
-def _write_on_latents(rows: Rows) -> list[ir.Value]:
-    """As `_write`, for LatentAttention, whose new rows are [batch, 1, length, size] already."""
-    b, attention = rows.nodes, rows.attention
-    added = [value for place in (KEY, KEY + 1) if (value := attention.input(place)) is not None]
-    made, *presents = rows.attend(attention.query_rows(attention.input(QUERY), b), added)
-    return [attention.merged(made, b), *presents]
 
 
 def _write(rows: Rows) -> list[ir.Value]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -34,7 +33,7 @@ FEW_ROWS = "splitc.few_rows"
 
 
 def copy_matrices_of_few_rows(graph: ir.Graph) -> None:
-    """Put such an If in place of each product of grouped rows."""
+    """Replace each product of grouped rows by an If that copies matrices where there are few rows, in place."""
     editor, chosen = Editor(graph), find_copied(graph)
     for node, (groups, most) in chosen.items():
         _choose(node, groups, most, editor)
@@ -69,9 +68,9 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     name = node.outputs[0].name or ""
     outside, few, many = (Nodes(f"{name}/{part}", editor) for part in ("size", "few_rows", "many_rows"))
     size, count = count_rows(groups.rows, outside)
-    is_few = outside.one("Less", count, editor.constant(np.array(most + 1, np.int64)))
+    is_few = outside.one("Less", count, outside.number(most + 1))
     # ONNX Runtime would fold a Split of weights inside a branch, and hold a copy of all matrices in each session.
-    one = outside.sizes("Clip", size, *[editor.constant(np.array(1, np.int64))] * 2)
+    one = outside.sizes("Clip", size, outside.number(1), outside.number(1))
     ones = outside.sizes("Expand", one, editor.numbers(groups.count), count=groups.count)
     branches = {
         "then_branch": few.graph([_copying(groups, count, few)], node.outputs),
@@ -79,7 +78,7 @@ def _choose(node: ir.Node, groups: RowGroups, most: int, editor: Editor) -> None
     }
     made = ir.node("If", [is_few], branches, num_outputs=1, name=node.name)
     made.meta[FEW_ROWS] = "then_branch"
-    put_in_place(node, [*outside.made, made], made.outputs, editor.graph)
+    put_in_place(node, [*outside.made, made], made.outputs)
 
 
 def count_rows(rows: ir.Value, b: Nodes) -> tuple[ir.Value, ir.Value]:
@@ -92,8 +91,7 @@ def count_rows(rows: ir.Value, b: Nodes) -> tuple[ir.Value, ir.Value]:
 
 def row_numbers(count: ir.Value, b: Nodes) -> ir.Value:
     """The numbers of so many rows, [rows, 1]."""
-    none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
-    return b.shaped(b.one("Range", none, count, one), -1, 1)
+    return b.shaped(b.one("Range", b.number(0), count, b.number(1)), -1, 1)
 
 
 def _copying(groups: RowGroups, count: ir.Value, b: Nodes) -> ir.Value:

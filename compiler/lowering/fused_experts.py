@@ -61,7 +61,7 @@ def fuse_experts(graph: ir.Graph) -> None:
             dtype = described(sorting.shares).dtype
             wide = made if dtype == described(sorting.rows).dtype else b.one("Cast", made, to=dtype)
             made = b.one("Mul", wide, b.shaped(sorting.shares, -1, 1))
-        put_in_place(node, b.made, [made], graph)
+        put_in_place(node, b.made, [made])
         replaced = True
     if replaced:
         graph.opset_imports.setdefault(DOMAIN, 1)

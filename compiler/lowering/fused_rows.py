@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 import onnx_ir as ir
@@ -211,19 +212,19 @@ def _steps(nodes: Sequence[ir.Node]) -> _Group:
         reads = [_read(group, node, place, known) for place in range(len(node.inputs))]
         known[node.outputs[0]] = -1 - len(group.steps)
         group.steps.append(FusedStep(name, reads, _numbers(node, name)))
-    if all(given.span != "all" for _, given in group.inputs):
+    wholes = [number for number, (_, given) in enumerate(group.inputs) if given.span == "all"]
+    if not wholes:
         raise _NoStepError(nodes[-1])
-    _put_first(group)
-    count = len(group.inputs)
-    group.steps = [
-        replace(step, reads=[place if place >= 0 else count - 1 - place for place in step.reads])
-        for step in group.steps
-    ]
+    # The first input has the result's shape, and steps are numbered after all inputs.
+    first, count = wholes[0], len(group.inputs)
+    group.inputs[0], group.inputs[first] = group.inputs[first], group.inputs[0]
+    numbers = {first: 0, 0: first} | {-1 - step: count + step for step in range(len(group.steps))}
+    group.steps = [replace(step, reads=[numbers.get(read, read) for read in step.reads]) for step in group.steps]
     return group
 
 
 def _read(group: _Group, node: ir.Node, place: int, known: Mapping[ir.Value, int]) -> int:
-    """The number of what a step reads at this place: a step of those `known`, or an input, which the group gets.
+    """The number of what a step reads at this place: one of the `known` steps, or an input, added to the group.
 
     Raises _NoStepError if the node has no such input, or it does not fit.
     """
@@ -236,14 +237,6 @@ def _read(group: _Group, node: ir.Node, place: int, known: Mapping[ir.Value, int
     if name == ROTARY:
         return group.read(value, *(("positions", 1) if place == 1 else ("table", group.columns // 2)))
     return group.read(value, *_span(group, node, value))
-
-
-def _put_first(group: _Group) -> None:
-    """Swap inputs so that the first one has the result's shape."""
-    first = next(number for number, (_, given) in enumerate(group.inputs) if given.span == "all")
-    moved = {first: 0, 0: first}
-    group.inputs[0], group.inputs[first] = group.inputs[first], group.inputs[0]
-    group.steps = [replace(step, reads=[moved.get(place, place) for place in step.reads]) for step in group.steps]
 
 
 def _columns(nodes: Sequence[ir.Node]) -> int:
@@ -344,8 +337,6 @@ def _write(group: _Group, editor: Editor) -> None:
     dtype = DTYPES[group.dtype]
     kernel = Fused("", group.columns, [given for _, given in group.inputs], group.steps, dtype)
     name = f"Rows_{hashlib.sha256(msgspec.json.encode(kernel)).hexdigest()[:16]}"
-    program = msgspec.json.encode(msgspec.structs.replace(kernel, name=name)).decode()
+    how: dict[str, Any] = {PROGRAM: msgspec.json.encode(replace(kernel, name=name)).decode()}
     editor.graph.opset_imports.setdefault(DOMAIN, 1)
-    made = editor.before(last, name, *inputs, domain=DOMAIN)
-    made.producer().attributes.add(ir.AttrString(PROGRAM, program))  # type: ignore[union-attr]  # it was just made
-    take_place(made, last.outputs[0])
+    take_place(editor.before(last, name, *inputs, domain=DOMAIN, **how), last.outputs[0])

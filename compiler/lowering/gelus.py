@@ -16,16 +16,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import JoinedTensor
-from splitc.compiler.frontend.matching import (
-    constant_numbers,
-    is_onnx,
-    is_own,
-    made_by,
-    only_user,
-    other_input,
-    tensor_of,
-)
+from splitc.compiler.frontend.matching import combined, constant_numbers, is_onnx, is_own, made_by, tensor_of
 from splitc.compiler.frontend.origins import described, own_shape, planned_shape, take_place
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.nodes import known_tensor
@@ -57,17 +50,17 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     editor = Editor(graph)
     for node in list(graph):
         gelu = find_gelu(node)
-        gated = None if gelu is None else only_user(gelu[1], "Mul")
-        left = None if gelu is None or gated is None else other_input(gated, gelu[1])
-        if gelu is None or gated is None or left is None or not _are_halves(left, gelu[0], shapes):
+        gated = None if gelu is None else combined(gelu[1], "Mul")
+        if gelu is None or gated is None or not _are_halves(gated[0], gelu[0], shapes):
             continue
+        left, product = gated
         reads = 2 if node.op_type == "Erf" else 1  # a decomposed Gelu reads its input twice, the operator once
-        halves = _find_split(left, gelu[0]) or _join(left, gelu[0], reads, gated, editor)
+        halves = _find_split(left, gelu[0], shapes) or _join(left, gelu[0], reads, producer_of(product), editor)
         if halves is not None:
-            take_place(call(editor, gated, GATED, *halves), gated.outputs[0])
+            take_place(call(editor, producer_of(product), GATED, *halves), product)
 
 
-def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+def _find_split(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> tuple[ir.Value, ir.Value] | None:
     """The product and the bias whose sum is split into these two halves of columns; None for other values."""
     one, other = left.producer(), right.producer()
     if one is None or other is None or not (_splits(one, left, right) or _slices(one, other)):
@@ -75,6 +68,8 @@ def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | 
     total = one.inputs[0]
     others = [] if total is None else [node for node, _ in total.uses() if node not in (one, other)]
     if total is None or total.is_graph_output() or any(node.op_type != "Shape" for node in others):
+        return None
+    if planned_shape(total, shapes)[ROWS:] != (2 * planned_shape(left, shapes)[ROWS],):
         return None
     biased = find_bias(total)
     return biased if biased is not None and _width(biased[1]) in WIDTHS else None

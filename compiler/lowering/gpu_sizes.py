@@ -19,6 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, own_shape
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.lowering.cpu_values import Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.decomposed_attention import decompose_attention
 from splitc.compiler.lowering.few_rows import copy_matrices_of_few_rows
@@ -29,13 +30,15 @@ from splitc.compiler.request.shapes import Shape
 
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
+# The first opset with the operator Range.
+RANGE = 11
 CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
 
 
-def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+def keep_on_gpu(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """Remove copies between the CPU and the GPU, in place, where results stay the same to the bit.
 
-    `shapes` are those of the model's values. Range exists from opset 11 on.
+    `shapes` are those of the model's values.
     """
     editor = Editor(graph)
     for node in list(graph.all_nodes()):
@@ -43,7 +46,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         if node.graph is graph:
             give_kernel(node, editor)
     use_older_opset(graph)
-    if opset < 11:
+    if graph.opset_imports.get("", 1) < RANGE:
         return
     placement = place_values(graph)
     work = _Raising(editor, placement.sizes, shapes)
@@ -67,11 +70,15 @@ def _serves_host(node: ir.Node, on_gpu: Collection[tuple[ir.Node, int]]) -> bool
 
     `on_gpu` are the reads on the GPU of what is on the CPU, as nodes with the numbers of their inputs.
     """
-    uses = {(user, number) for value in node.outputs for user, number in value.uses()} - set(on_gpu)
-    return any(number in host_inputs(user) or _serves_host(user, on_gpu) for user, number in uses)
+
+    def uses(one: ir.Node) -> list[tuple[ir.Node, int]]:
+        return [use for value in one.outputs for use in value.uses() if use not in on_gpu]
+
+    nodes = reached([node], lambda one: [user for user, _ in uses(one)])
+    return any(number in host_inputs(user) for one in nodes for user, number in uses(one))
 
 
-def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+def decompose_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """Decompose attention that has no CUDA kernel, in place, and move its sizes as `keep_on_gpu` does.
 
     Recognized experts become one operator. Other products of few grouped rows get a branch of their own.
@@ -79,14 +86,14 @@ def decompose_for_gpus(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape])
     fuse_experts(graph)
     copy_matrices_of_few_rows(graph)
     if decompose_attention(graph):
-        keep_on_gpu(graph, opset, shapes)
+        keep_on_gpu(graph, shapes)
 
 
-def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
+def why_not_replayed(graph: ir.Graph, shapes: Mapping[str, Shape]) -> str:
     """Why engines of this graph can't be captured on GPUs, after all rewrites; "" if they can."""
     engine = graph.clone()
-    keep_on_gpu(engine, opset, shapes)
-    decompose_for_gpus(engine, opset, shapes)
+    keep_on_gpu(engine, shapes)
+    decompose_for_gpus(engine, shapes)
     return why_not_captured(engine)
 
 

@@ -18,7 +18,6 @@ from splitc.compiler.lowering.skip_norms import known_shape
 from splitc.compiler.nodes import known_weight
 from splitc.compiler.operators.gpu_kernels import HALVES, LAST_OPSET, has_gpu_kernel, is_too_new, typed_input
 from splitc.compiler.operators.indexing import marked_places
-from splitc.runtime.arrays.array import Array
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -78,13 +77,9 @@ def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
     equal = editor.before(node, "Equal", value, extreme)
     marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
-    shape = own_shape(value)
-    for made, suffix, dtype in (
-        (extreme, "extreme", described(value).dtype),
-        (equal, "equal", ir.DataType.BOOL),
-        (marked, "marked", ir.DataType.FLOAT),
-    ):
-        describe(made, f"{name}/{suffix}", dtype, None if made is extreme else shape)
+    describe(extreme, f"{name}/extreme", described(value).dtype, None)
+    describe(equal, f"{name}/equal", ir.DataType.BOOL, own_shape(value))
+    describe(marked, f"{name}/marked", ir.DataType.FLOAT, own_shape(value))
     editor.replace(node, ir.node("ArgMax", [marked], node.attributes))
 
 
@@ -114,7 +109,7 @@ def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
     fill = node.inputs[2] if len(node.inputs) > 2 else None
     fills = (None, None) if fill is None else halves(fill)
     low, high = map(padded, halves(value), fills)
-    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)], editor.graph)
+    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)])
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
@@ -123,21 +118,17 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
     torch's repeat_interleave is exported so: it picks the number of repeats, and 1 for the other axes.
     """
     places, depth, values = node.inputs
-    if places is None or depth is None or (wanted := _constant(places)) is None or (most := _constant(depth)) is None:
+    wanted, most = known_weight(places), known_weight(depth)
+    if wanted is None or most is None:
         return
-    count = int(most.item())
+    count = int(most.numpy().item())
     if wanted.size * count <= SMALL:
-        picked = marked_places(node, wanted, count)
+        picked = marked_places(node, wanted.numpy(), count)
         editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
 
 
-def _constant(value: ir.Value) -> Array | None:
-    """The numbers of a constant; None for other values, and for those that a request can override."""
-    tensor = known_weight(value)
-    return None if tensor is None else tensor.numpy()
-
-
 def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+    """Set a new value's name, type and shape."""
     value.name, value.shape = name, shape
     value.type = None if dtype is None else ir.TensorType(dtype)
 

@@ -27,7 +27,7 @@ def rank_program(
     before: Iterable[Step] = (),
     after: Iterable[Step] = (),
 ) -> RankProgram:
-    """The program that runs segments, with communication between them, after the steps `before`, before those `after`.
+    """A rank's program: the steps `before`, its segments with the communication between them, and the steps `after`.
 
     `group` are the ranks of its all-reduces. It takes those `feeds` that its segments read or that it sends, and
     returns `outputs` to the caller.

@@ -25,20 +25,27 @@ GEMM_WITHOUT_BIAS = 11
 COLLECTIVE = "DistCollective"
 
 
-def sum_over_ranks(editor: Editor, ranks: int, value: ir.Value) -> ir.Value:
+class RankEditor(Editor):
+    """A rank's graph while it is rewritten, with the rank's shards and the number of ranks."""
+
+    def __init__(self, graph: ir.Graph, shards: Shards, ranks: int) -> None:
+        super().__init__(graph)
+        self.shards, self.ranks = shards, ranks
+
+    def all_reduce(self, operation: str) -> dict[str, Any]:
+        """Attributes of an all-reduce node over all ranks. `operation` is "sum" or "max"."""
+        return {"collective_operation": "all_reduce", "reduce_op": operation, "root": -1, "nb_rank": self.ranks}
+
+
+def sum_over_ranks(editor: RankEditor, value: ir.Value) -> ir.Value:
     """Replace a partial value by its sum over the ranks."""
-    whole = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("sum", ranks))
+    whole = editor.wrap(value, COLLECTIVE, [value], "part", **editor.all_reduce("sum"))
     whole.shape = whole.shape or open_shape(whole)
     return whole
 
 
-def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
-    """Attributes of an all-reduce node over this number of ranks. `operation` is "sum" or "max"."""
-    return {"collective_operation": "all_reduce", "reduce_op": operation, "root": -1, "nb_rank": ranks}
-
-
 def uncounted(editor: Editor, value: ir.Value) -> ir.Value:
-    """Replace a value of which this rank adds nothing to a sum by zeros."""
+    """Replace a value by zeros: this rank adds nothing to the sum."""
     return editor.wrap(value, "Where", _zeros_of(editor, value), "uncounted")
 
 
@@ -47,7 +54,7 @@ def _zeros_of(editor: Editor, value: ir.Value) -> list[ir.Value]:
     return [editor.constant(np.array(False)), value, editor.scalar(0, value)]
 
 
-def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+def mask_unowned(editor: RankEditor, node: ir.Node, operation: Operation) -> None:
     """Replace elements that a node sums over, but another rank adds to the sum, by zeros.
 
     Ranks may hold copies of the same units, of which one rank owns each. The mask is for a rank that owns units of some
@@ -55,13 +62,13 @@ def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Opera
     """
     present = set(ax.atoms(operation.contracted))
     for leaf in ax.leaves(operation.contracted):
-        if not shards.owns((leaf,), present=present) or shards.owns((leaf,), all, present):
+        if not editor.shards.owns((leaf,), present=present) or editor.shards.owns((leaf,), all, present):
             continue
         number, place = _find_leaf(operation, leaf)
         data, axes = node.inputs[number], operation.input(number)
         assert data is not None and data.dtype is not None
         shape = (-1, *[1] * (len(axes) - place - 1))
-        kept = editor.constant(shards.owned_mask(axes[place], present).reshape(shape))
+        kept = editor.constant(editor.shards.owned_mask(axes[place], present).reshape(shape))
         zero = operation.zero_point
         zero_point = node.inputs[zero] if zero is not None and operation.has(zero) else None
         filler = zero_point or editor.scalar(0, data)
@@ -78,12 +85,12 @@ def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
     )
 
 
-def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
+def set_split_lengths(editor: RankEditor, node: ir.Node, operation: Operation) -> None:
     """Give a Split without lengths explicit ones, if the rank's shards of the parts differ in length."""
     axis = node.attributes.get_int("axis", 0)
     sections = [axes[axis] for axes in operation.outputs if axes is not None]
-    sizes = list(map(shards.size, sections))
-    if len(set(sizes)) == 1 or not any(map(shards.is_split, sections)):
+    sizes = list(map(editor.shards.size, sections))
+    if len(set(sizes)) == 1 or not any(map(editor.shards.is_split, sections)):
         return
     node.attributes.pop("num_outputs", None)
     inputs, attributes = editor.lists("Split", split=sizes)
@@ -94,25 +101,25 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
         node.replace_input_with(number, value)
 
 
-def keep_directions(shards: Shards, node: ir.Node, operation: Operation) -> None:
+def keep_directions(editor: RankEditor, node: ir.Node, operation: Operation) -> None:
     """Give a recurrent network with one of two directions that direction, and its activations."""
-    if not shards.is_split(operation.directions):
+    if not editor.shards.is_split(operation.directions):
         return
-    (own,) = shards.indices(operation.directions)
+    (own,) = editor.shards.indices(operation.directions)
     node.attributes["direction"] = ir.AttrString("direction", ("forward", "reverse")[own])
     if activations := node.attributes.get_strings("activations", None):
         count = len(activations) // 2
         node.attributes["activations"] = ir.AttrStrings("activations", activations[own * count : (own + 1) * count])
 
 
-def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
+def look_up(editor: RankEditor, node: ir.Node, operation: Operation) -> ir.Value:
     """Make a Gather of a sharded table return zeros for rows that the rank does not have. The result is partial.
 
     Two constants of the whole table's length hold each row's index in the rank's shard, and whether the row is there.
     The indices are first looked up in these: so negative ones still count from the end, and those out of bounds fail.
     """
     (atom,) = ax.leaves(operation.contracted)
-    own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
+    own, indices, rows = editor.shards.ranges[atom], node.inputs[1], node.outputs[0]
     assert indices is not None and indices.dtype is not None and rows.dtype is not None
     shifted = np.arange(atom.size) - own.start
     places = np.clip(shifted, 0, own.size - 1)
@@ -122,32 +129,30 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
 
 
-def scale_mean(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
+def scale_mean(editor: RankEditor, node: ir.Node, operation: Operation) -> ir.Value:
     """Multiply the mean over a shard by the rank's share of the whole axis. The result is partial."""
     mean = node.outputs[0]
-    return editor.wrap(mean, "Mul", [mean, editor.scalar(shards.share((operation.contracted,)), mean)], "own")
+    return editor.wrap(mean, "Mul", [mean, editor.scalar(editor.shards.share((operation.contracted,)), mean)], "own")
 
 
-def reduce_statistics(
-    editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation
-) -> ir.Value | None:
+def reduce_statistics(editor: RankEditor, node: ir.Node, operation: Operation) -> ir.Value | None:
     """Replace a node that needs statistics of a sharded axis, such as a norm: an all-reduce computes them.
 
     Returns the all-reduce's result if it is sums, which may be joined with those of another norm.
     """
-    if node.op_type == "DynamicQuantizeLinear":
-        reduce_quantizer(editor, ranks, node)
-        return None
-    if node.op_type in ("ReduceMax", "ReduceMin"):
-        reduce_extreme(editor, ranks, node)
-        return None
-    if node.op_type == "ReduceL2":
-        reduce_l2(editor, shards, ranks, node, operation)
-        return None
-    return reduce_norm(editor, shards, ranks, node, operation)
+    match node.op_type:
+        case "DynamicQuantizeLinear":
+            reduce_quantizer(editor, node)
+        case "ReduceMax" | "ReduceMin":
+            reduce_extreme(editor, node)
+        case "ReduceL2":
+            reduce_l2(editor, node, operation)
+        case _:
+            return reduce_norm(editor, node, operation)
+    return None
 
 
-def reduce_norm(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value:
+def reduce_norm(editor: RankEditor, node: ir.Node, operation: Operation) -> ir.Value:
     """Decompose a norm over a sharded last axis, with an all-reduce of its sums.
 
     Returns these: of the squares [..., 1] for RMSNorm, of the elements and the squares [..., 2] for LayerNorm.
@@ -160,7 +165,7 @@ def reduce_norm(editor: Editor, shards: Shards, ranks: int, node: ir.Node, opera
         return editor.constant(np.array(value, np.float32))
 
     centered = wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
-    whole = _reduce_sums(editor, shards, ranks, node, operation, wide)
+    whole = _reduce_sums(editor, node, operation, wide)
     squares = means = op("Mul", whole, number(1 / ax.size_of(axis)))
     if operation.statistics > 1:
         mean, squares = (op("Gather", means, editor.constant(np.array([n])), axis=-1) for n in range(2))
@@ -178,53 +183,51 @@ def reduce_norm(editor: Editor, shards: Shards, ranks: int, node: ir.Node, opera
     return whole
 
 
-def _reduce_sums(
-    editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation, data: ir.Value
-) -> ir.Value:
+def _reduce_sums(editor: RankEditor, node: ir.Node, operation: Operation, data: ir.Value) -> ir.Value:
     """The sums over all ranks of each row's squares [..., 1], or of its elements and its squares [..., 2]."""
     op, axis = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT), operation.reduced
     zero, made = editor.constant(np.array(0, np.float32)), node.outputs[0]
-    if shards.owns(axis) and not shards.owns(axis, all):
-        data = op("Where", editor.constant(shards.owned_mask(axis)), data, zero)
+    if editor.shards.owns(axis) and not editor.shards.owns(axis, all):
+        data = op("Where", editor.constant(editor.shards.owned_mask(axis)), data, zero)
     sums = []
     for kind in ("ReduceSum", "ReduceSumSquare")[-operation.statistics :]:
         inputs, attributes = editor.lists(kind, axes=[-1])
         sums.append(op(kind, data, *inputs, **attributes))
     partial = op("Concat", *sums, axis=-1) if len(sums) > 1 else sums[0]
-    if not shards.owns(axis):
+    if not editor.shards.owns(axis):
         partial = op("Where", *_zeros_of(editor, partial))
-    whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
+    whole = op(COLLECTIVE, partial, **editor.all_reduce("sum"))
     # These names must be the same on all ranks.
     partial.name, whole.name = f"{made.name}/sums/part", f"{made.name}/sums"
     whole.shape = None if made.shape is None else ir.Shape([*made.shape[:-1], len(sums)])
     return whole
 
 
-def reduce_extreme(editor: Editor, ranks: int, node: ir.Node) -> None:
+def reduce_extreme(editor: RankEditor, node: ir.Node) -> None:
     """Replace a shard's maximum, or minimum, by that of the whole value: an all-reduce of maxima."""
     value, is_smallest = node.outputs[0], node.op_type == "ReduceMin"
     if is_smallest:
         value = editor.wrap(value, "Neg", [value], "smallest")
-    value = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("max", ranks))
+    value = editor.wrap(value, COLLECTIVE, [value], "part", **editor.all_reduce("max"))
     if is_smallest:
         editor.wrap(value, "Neg", [value], "largest")
 
 
-def reduce_l2(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> None:
+def reduce_l2(editor: RankEditor, node: ir.Node, operation: Operation) -> None:
     """Replace a shard's L2 norm by that of the whole value: an all-reduce of its square."""
     data, value, axis = node.inputs[0], node.outputs[0], operation.reduced
     assert data is not None and operation.inputs[0] is not None
-    if shards.owns(axis) and not shards.owns(axis, all):
+    if editor.shards.owns(axis) and not editor.shards.owns(axis, all):
         behind = len(operation.inputs[0]) - 1 - operation.inputs[0].index(axis)
-        mask = editor.constant(shards.owned_mask(axis).reshape(-1, *[1] * behind))
+        mask = editor.constant(editor.shards.owned_mask(axis).reshape(-1, *[1] * behind))
         own = editor.before(node, "Where", mask, data, editor.scalar(0, data), dtype=data.dtype)
         node.replace_input_with(0, own)
-    squares = editor.wrap(value, "Mul", [value, value], "own") if shards.owns(axis) else uncounted(editor, value)
-    total = editor.wrap(squares, COLLECTIVE, [squares], "part", **all_reduce("sum", ranks))
+    squares = editor.wrap(value, "Mul", [value, value], "own") if editor.shards.owns(axis) else uncounted(editor, value)
+    total = editor.wrap(squares, COLLECTIVE, [squares], "part", **editor.all_reduce("sum"))
     editor.wrap(total, "Sqrt", [total], "squares")
 
 
-def reduce_quantizer(editor: Editor, ranks: int, node: ir.Node) -> None:
+def reduce_quantizer(editor: RankEditor, node: ir.Node) -> None:
     """Decompose a DynamicQuantizeLinear by ONNX's definition, with the whole value's scale and zero point.
 
     An all-reduce of maxima computes the range of the whole value.
@@ -236,7 +239,7 @@ def reduce_quantizer(editor: Editor, ranks: int, node: ir.Node) -> None:
     one, shape = editor.constant(np.array(1, number)), editor.numbers(1)
     ends = [op("ReduceMax", signed, keepdims=0) for signed in (data, op("Neg", data))]
     partial = op("Concat", *(op("Reshape", end, shape) for end in ends), axis=0)
-    whole = op(COLLECTIVE, partial, **all_reduce("max", ranks))
+    whole = op(COLLECTIVE, partial, **editor.all_reduce("max"))
     # These names must be the same on all ranks.
     partial.name, whole.name = f"{outputs[0].name}/range/part", f"{outputs[0].name}/range"
     first, second = (editor.constant(np.array(index, np.int64)) for index in (0, 1))
@@ -257,7 +260,7 @@ def summed_type(kind: ir.DataType) -> ir.DataType:
     return kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
 
 
-def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
+def draw_once(editor: RankEditor, value: ir.Value, draws: bool) -> None:
     """Give all ranks the random numbers of one, by an all-reduce: only the rank with `draws` adds its own."""
     kind = value.dtype or ir.DataType.FLOAT
     summed = summed_type(kind)
@@ -265,7 +268,7 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
         value = editor.wrap(value, "Cast", [value], "drawn", summed, to=summed)
     if not draws:
         value = uncounted(editor, value)
-    value = sum_over_ranks(editor, ranks, value)
+    value = sum_over_ranks(editor, value)
     if summed != kind:
         editor.wrap(value, "Cast", [value], "sum", kind, to=kind)
 

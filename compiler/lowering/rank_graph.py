@@ -57,8 +57,8 @@ class _RankGraph:
         self._rank = rank
         self._shards = split.shards(rank)
         self._graph = stage_graph(split.graph, stage)
-        self._editor = Editor(self._graph)
-        self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._editor)
+        self._editor = forms.RankEditor(self._graph, self._shards, split.ranks)
+        self._sizes = SizeRewriter(self._editor, self._axes, self._length)
         self._summed = frozenset(split.sums.summed)
         self._reduced = frozenset(split.sums.reduced)
         self._drawn = frozenset(split.sums.drawn)
@@ -86,40 +86,41 @@ class _RankGraph:
         operation = self._split.axis_map.operations[origin]
         for crossing in self._crossings.get(origin, ()):
             if crossing.place is not None:
-                borders.enter(self._editor, self._shards, self._split.ranks, node, crossing)
+                borders.enter(self._editor, node, crossing)
         self._cut_weights(node, operation)
         self._sizes.rewrite(node, operation)
-        forms.mask_unowned(self._editor, self._shards, node, operation)
-        forms.keep_directions(self._shards, node, operation)
+        forms.mask_unowned(self._editor, node, operation)
+        forms.keep_directions(self._editor, node, operation)
         if operation.splits_evenly:
-            forms.set_split_lengths(self._editor, self._shards, node, operation)
+            forms.set_split_lengths(self._editor, node, operation)
         if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
-            whole = forms.reduce_statistics(self._editor, self._shards, self._split.ranks, node, operation)
-            self._sums |= {} if whole is None else {origin: whole}
+            whole = forms.reduce_statistics(self._editor, node, operation)
+            if whole is not None:
+                self._sums[origin] = whole
             return
         if origin in self._drawn:
             self._draw_once(node, origin)
             return
         result = node.outputs[0]
         if operation.is_lookup and self._shards.is_split(operation.contracted):
-            result = forms.look_up(self._editor, self._shards, node, operation)
+            result = forms.look_up(self._editor, node, operation)
         if operation.averages and self._shards.is_split(operation.contracted):
-            result = forms.scale_mean(self._editor, self._shards, node, operation)
+            result = forms.scale_mean(self._editor, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
             result = self._drop_added(node, origin, operation) or result
             if not self._split.owns(self._rank, operation):
                 result = forms.uncounted(self._editor, result)
         if origin.outputs[0] in self._summed:
-            result = forms.sum_over_ranks(self._editor, self._split.ranks, result)
+            result = forms.sum_over_ranks(self._editor, result)
         for crossing in self._crossings.get(origin, ()):
             if crossing.place is None:
-                borders.leave(self._editor, self._shards, self._split.ranks, result, crossing)
+                borders.leave(self._editor, result, crossing)
 
     def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
         """Give all ranks the random numbers of rank 0."""
         for value, made in zip(list(node.outputs), origin.outputs, strict=True):
             if made in self._summed:
-                forms.draw_once(self._editor, self._split.ranks, value, self._rank == 0)
+                forms.draw_once(self._editor, value, self._rank == 0)
 
     def _axes(self, value: ir.Value) -> Axes:
         origin = origin_of(value)
@@ -127,9 +128,8 @@ class _RankGraph:
 
     def _length(self, value: ir.Value) -> int:
         """The number of sizes in a shape vector."""
-        tensor = value.const_value if value.is_initializer() else None
-        if tensor is not None:
-            return tensor.size
+        if value.is_initializer() and value.const_value is not None:
+            return value.const_value.size
         axes = self._axes(value)
         return ax.size_of(axes[0]) if axes else 1
 

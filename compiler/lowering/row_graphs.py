@@ -147,7 +147,7 @@ class _Builder(ChainedGraph):
             if known is not None and known.const_value is weight.const_value:
                 weight.replace_all_uses_with(known)
             else:
-                weight.name = self._unused(weight.name or "")
+                weight.name = take_name(weight.name, self._names)
                 self._graph.register_initializer(weight)
         part.remove(nodes)
         for node in nodes:
@@ -160,6 +160,6 @@ class _Builder(ChainedGraph):
                 continue
             node.name = take_name(node.name, self._node_names)
             for value in node.outputs:
-                value.name = self._unused(value.name or "")
+                value.name = take_name(value.name, self._names)
             self._graph.append(node)
         return outputs

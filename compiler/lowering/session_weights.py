@@ -62,9 +62,7 @@ def keep_weights_unfused(graph: ir.Graph) -> None:
             continue
         origin = origin_of(node)
         if origin is not None and is_fused(node) and not is_fused(origin):
-            dtype, shape = node.outputs[0].type, node.outputs[0].shape
             flat = editor.wrap(node.outputs[0], "Flatten", [node.outputs[0]], "unfused", axis=1)
-            flat.type, flat.shape = dtype, shape
             flat.producer().name = f"{flat.name}/unfused"  # type: ignore[union-attr]  # it was just made
 
 

@@ -82,7 +82,7 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
     branches = {"then_branch": several.graph(_Copying(Attention(node), several, rows).write(), outputs)}
     branches["else_branch"] = whole.graph(inside, outputs)
     made = ir.node("If", [rows.asked], branches, num_outputs=3, name=node.name)
-    put_in_place(node, [made], made.outputs, editor.graph)
+    put_in_place(node, [made], made.outputs)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Copying:
     def seen(self) -> ir.Value:
         """The causal mask, [new tokens, all tokens]."""
         b = self.nodes
-        none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+        none, one = b.number(0), b.number(1)
         start, end = (b.shaped(value) for value in (self.rows.before, self.rows.after))
         own, all_tokens = b.one("Range", start, end, one), b.one("Range", none, end, one)
         return b.one("GreaterOrEqual", b.shaped(own, -1, 1), all_tokens)

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import given_sizes
+from splitc.compiler.lowering.rank_forms import RankEditor
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -46,10 +47,9 @@ class SizeRewriter:
     `read` has each shape vector with sizes of shards, and for each of its entries the axis that it is the size of.
     """
 
-    shards: Shards
+    editor: RankEditor
     axes_of: Callable[[ir.Value], Axes]
     length_of: Callable[[ir.Value], int]
-    editor: Editor
     read: dict[ir.Value, Sizes] = field(default_factory=dict)
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
@@ -75,21 +75,21 @@ class SizeRewriter:
                 node.replace_input_with(number, new)
         for name, sizes in operation.attributes.items():
             if name in node.attributes:
-                node.attributes[name] = local_attribute(self.shards, node, name, sizes)
+                node.attributes[name] = local_attribute(self.editor.shards, node, name, sizes)
 
     def _note_shape(self, node: ir.Node, axes: Axes) -> None:
-        if axes is None or not self.shards.splits(axes):
+        if axes is None or not self.editor.shards.splits(axes):
             return
         if node.op_type == "Size":
-            self.read[node.outputs[0]] = [tuple(factor for axis in axes for factor in axis)]
+            self.read[node.outputs[0]] = [ax.product(axes)]
             return
         sizes = given_sizes(node, axes)
-        if any(map(self.shards.is_split, sizes)):
+        if any(map(self.editor.shards.is_split, sizes)):
             self.read[node.outputs[0]] = sizes
 
     def _passed_sizes(self, node: ir.Node) -> Sizes | None:
         """The axes of the sizes in a node's result, if it selects or joins sizes by constant indices; else None."""
-        if not any(value in self.read for value in node.inputs if value is not None):
+        if self.read.keys().isdisjoint(node.inputs):
             return None
         if node.op_type == "Concat":
             return [entry for value in node.inputs if value is not None for entry in self._entries(value)]
@@ -98,16 +98,13 @@ class SizeRewriter:
             return None
         entries = list(self.read[data])
         if node.op_type == "Gather":
-            indices = _numbers(node.inputs[1])
+            indices = constant_numbers(node.inputs[1])
             return None if indices is None else [entries[index] for index in indices]
         if node.op_type == "Slice":
-            bounds = [_numbers(value) for value in node.inputs[1:3]]
-            step = _numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
-            if len(bounds) == 2 and bounds[0] and bounds[1] and step == [1]:
-                return entries[bounds[0][0] : bounds[1][0]]
-            starts = node.attributes.get_ints("starts", None)
-            ends = node.attributes.get_ints("ends", None)
-            return entries[starts[0] : ends[0]] if starts and ends else None
+            named = [node.attributes.get_ints(name, None) for name in ("starts", "ends")]
+            starts, ends = named if all(named) else map(constant_numbers, node.inputs[1:3])
+            step = constant_numbers(node.inputs[4]) if len(node.inputs) > 4 else [1]
+            return entries[starts[0] : ends[0]] if starts and ends and step == [1] else None
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
@@ -140,7 +137,7 @@ class SizeRewriter:
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None:
             old = tensor.numpy()
-            new = constant_sizes(self.shards, np.atleast_1d(old), sizes, operator_of(node).sizes_are_offsets)
+            new = constant_sizes(self.editor.shards, np.atleast_1d(old), sizes, operator_of(node).sizes_are_offsets)
             return value if np.array_equal(np.atleast_1d(old), new) else self.editor.constant(new.reshape(old.shape))
         entries = self._entries(value)
         wanted = list(sizes)[: len(entries)]
@@ -168,13 +165,13 @@ class SizeRewriter:
         """The correction from the rank's size of axis `have` to that of `want`. None is the size of a whole value."""
         wanted, held = self._ratio(want), self._ratio(have)
         if wanted is None or held is None:
-            return _Correction(size=self.shards.size(want) if want is not None else ax.size_of(have or ()))
+            return _Correction(size=self.editor.shards.size(want) if want is not None else ax.size_of(have or ()))
         times, over = wanted[0] * held[1], wanted[1] * held[0]
         return _SAME if times == over else _Correction(times, over)
 
     def _ratio(self, axis: Axis | None) -> tuple[int, int] | None:
         """The ratio of the rank's size of an axis to the whole size; None if the rank's size is 0."""
-        return (1, 1) if axis is None or not self.shards.is_split(axis) else self.shards.ratio(axis)
+        return (1, 1) if axis is None or not self.editor.shards.is_split(axis) else self.editor.shards.ratio(axis)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[_Correction]) -> ir.Value:
         """Correct the entries that are sizes. Others (-1, or 1 for a broadcast axis) are not divisible, and stay."""
@@ -231,9 +228,3 @@ def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> i
         return ir.AttrInt64(name, int(constant_sizes(shards, np.array([attribute.as_int()]), sizes, False)[0]))
     old = np.array(attribute.as_ints())
     return ir.AttrInt64s(name, constant_sizes(shards, old, sizes, operator_of(node).sizes_are_offsets).tolist())
-
-
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    """A constant's integers; None for other values."""
-    tensor = value.const_value if value is not None and value.is_initializer() else None
-    return None if tensor is None else [int(number) for number in np.atleast_1d(tensor.numpy())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -69,19 +71,25 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
     own = dict(zip(inputs, result.inputs, strict=False))
     nodes: list[ir.Node] = []
     renamed: dict[ir.Value, str] = {}
+
+    def add(operator: str, *values: ir.Value, **attributes: Any) -> ir.Value:
+        nodes.append(ir.node(operator, values, attributes))
+        return nodes[-1].outputs[0]
+
+    def constant(*numbers: int) -> ir.Value:
+        return add("Constant", value=ir.tensor(np.array(numbers, np.int64)))
+
+    def entry(size: int | ir.SymbolicDim) -> ir.Value:
+        if isinstance(size, int):
+            return constant(size)
+        place = find_size(size, inputs)
+        assert place is not None
+        index = constant(place[1])
+        return add("Gather", add("Shape", own[place[0]]), index)
+
     for original, placeholder in zip(stage.borrowed, result.inputs[len(inputs) :], strict=True):
-        entries = []
-        for size in borrowed_sizes(original):
-            if isinstance(size, int):
-                entries.append(_constant([size], nodes))
-                continue
-            place = find_size(size, inputs)
-            assert place is not None
-            shape = ir.node("Shape", [own[place[0]]])
-            entry = ir.node("Gather", [shape.outputs[0], _constant([place[1]], nodes)])
-            nodes += [shape, entry]
-            entries.append(entry.outputs[0])
-        joined = _joined(entries, nodes)
+        entries = list(map(entry, borrowed_sizes(original)))
+        joined = add("Concat", *entries, axis=0) if entries else constant()  # Concat needs at least one
         joined.type = ir.TensorType(ir.DataType.INT64)
         stand_for(joined, original)
         placeholder.replace_all_uses_with(joined, replace_graph_outputs=True)
@@ -89,7 +97,7 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
             renamed[joined] = original.name or ""
     if not nodes:
         return
-    del result.inputs[len(inputs) :]
+    result.inputs[len(inputs) :] = []
     for number, node in enumerate(nodes):
         node.name = f"splitc_sizes_{number}"
         for value in node.outputs:
@@ -98,18 +106,3 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
         result.insert_before(result[0], nodes)
     else:
         result.extend(nodes)
-
-
-def _joined(entries: list[ir.Value], nodes: list[ir.Node]) -> ir.Value:
-    """The shape vector of these sizes: an empty constant if there are none, as Concat needs at least one."""
-    if not entries:
-        return _constant([], nodes)
-    node = ir.node("Concat", entries, {"axis": 0})
-    nodes.append(node)
-    return node.outputs[0]
-
-
-def _constant(numbers: list[int], nodes: list[ir.Node]) -> ir.Value:
-    node = ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, np.int64))})
-    nodes.append(node)
-    return node.outputs[0]

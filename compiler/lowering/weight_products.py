@@ -1,4 +1,4 @@
-"""Products of a value and a weight matrix that nothing else reads, in engines for GPUs: two rewrites of them.
+"""Two rewrites of products with a weight matrix that nothing else reads, in engines for GPUs.
 
 Query, key and value projections of attention with a cache are merged into one product and a Split. For a single token
 they are small: the key and value weights of an 8B decoder are 8 MiB each, which a GPU reads in little more than the
@@ -26,28 +26,23 @@ from splitc.compiler.frontend.origins import note_sizes, noted_sizes, planned_sh
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.grouped import PASTS
 from splitc.compiler.fusion.kernels import ON_GPUS
-from splitc.compiler.nodes import settings_of
-from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.compiler.nodes import operator_name, settings_of
+from splitc.compiler.operators.gpu_kernels import GROUPED, HALVES
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
-PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
+PRODUCTS = ("MatMul", "com.microsoft.FusedMatMul")
 
 
 def is_product(node: ir.Node) -> bool:
     """Whether a node is a matrix product."""
-    return (node.domain, node.op_type) in PRODUCTS
+    return operator_name(node) in PRODUCTS
 
 
 def has_own_weight(product: ir.Node) -> bool:
     """Whether a product multiplies by a matrix that nothing else reads."""
     weight = product.inputs[1]
-    return (
-        weight is not None
-        and not weight.is_graph_input()
-        and is_own(weight, 2)
-        and not product.attributes.get_int("transA", 0)
-    )
+    return weight is not None and is_own(weight, 2) and not product.attributes.get_int("transA", 0)
 
 
 def weight_of(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
@@ -112,9 +107,8 @@ def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Edit
     take_place(total, product.outputs[0])
 
 
-ATTENTION = ("com.microsoft", "GroupQueryAttention")
-# The operator's inputs for queries, keys and values.
-PARTS = slice(3)
+# The inputs of GroupQueryAttention for queries, keys and values, and its first cache.
+PARTS, PAST = slice(3), slice(PASTS[0], PASTS[0] + 1)
 # ONNX Runtime has a kernel for a Split into three parts of any sizes (Split3Inner). A Split into two has to copy the
 # sizes to the GPU.
 COUNT = 3
@@ -123,19 +117,14 @@ COUNT = 3
 def join_products(graph: ir.Graph) -> None:
     """Merge the query, key and value projections of attention with a cache, if they are of one value, in place."""
     editor = Editor(graph)
-    for node in list(graph):
-        if (
-            (node.domain, node.op_type) == ATTENTION
-            and len(node.inputs) > PASTS[0]
-            and node.inputs[PASTS[0]] is not None
-        ):
-            groups: dict[Any, list[ir.Node]] = {}
-            products = _products(node)
-            for product in (node for node in graph if node in products):
-                groups.setdefault(_kind(product), []).append(product)
-            for group in groups.values():
-                if len(group) == COUNT:
-                    _join(group, editor)
+    for attention in [node for node in graph if operator_name(node) == GROUPED and any(node.inputs[PAST])]:
+        groups: dict[Any, list[ir.Node]] = {}
+        products = _products(attention)
+        for product in (node for node in graph if node in products):
+            groups.setdefault(_kind(product), []).append(product)
+        for group in groups.values():
+            if len(group) == COUNT:
+                _join(group, editor)
 
 
 def _products(attention: ir.Node) -> set[ir.Node]:

@@ -19,7 +19,7 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
 
-def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
+def _heads(queries: int, keys: int) -> dict[str, Axis] | None:
     """Factors for key-value heads (k) and query heads for each (g); None if the numbers of heads are invalid."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None
@@ -29,34 +29,30 @@ def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
 def attention(op: Operation) -> None:
     """ONNX's Attention (opset 23 and later): queries, keys and values [b, heads, l, d] or [b, l, heads x d]."""
     flat = len(op.input(0)) == 3
-    shape = [ax.size_of(axis) for axis in op.input(0)]
-    keys = [ax.size_of(axis) for axis in op.input(1)]
-    values = [ax.size_of(axis) for axis in op.input(2)]
-    queries = op.number("q_num_heads", 0) if flat else shape[1]
-    kv_heads = op.number("kv_num_heads", 0) if flat else keys[1]
-    heads = _heads(op, queries, kv_heads)
-    if heads is None:
-        return
     if flat:
-        terms = "b l (k g d), b s (k d), b s (k e)"
-        sizes = {"d": ax.new_axis(shape[-1] // queries), "e": ax.new_axis(values[-1] // kv_heads)}
-        result = "b l (k g e)"
+        queries, keys = op.number("q_num_heads", 0), op.number("kv_num_heads", 0)
+    else:
+        queries, keys = ax.size_of(op.input(0)[1]), ax.size_of(op.input(1)[1])
+    if (heads := _heads(queries, keys)) is None:
+        return
+    size, value_size = ax.size_of(op.input(0)[-1]), ax.size_of(op.input(2)[-1])
+    if flat:
+        terms, result = "b l (k g d), b s (k d), b s (k e)", "b l (k g e)"
+        size, value_size = size // queries, value_size // keys
         op.attributes.update(q_num_heads=[(*heads["k"], *heads["g"])], kv_num_heads=[heads["k"]])
     else:
         terms, result = "b (k g) l d, b k s d, b k s e", "b (k g) l e"
-        sizes = {"d": ax.new_axis(shape[-1]), "e": ax.new_axis(values[-1])}
     op.pattern(
         f"{terms}, b (k g) l t, b k p d, b k p e, b -> {result}, b k t d, b k t e, b (k g) l t",
         whole="dlspt",
-        known={**heads, **sizes},
+        known={**heads, "d": ax.new_axis(size), "e": ax.new_axis(value_size)},
     )
 
 
 def group_query_attention(op: Operation) -> None:
     """Queries [b, l, heads x d]. If keys and values are not given, they are packed into the same tensor."""
     queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
-    heads = _heads(op, queries, keys)
-    if heads is None:
+    if (heads := _heads(queries, keys)) is None:
         return
     packed = not op.has(1)
     width = ax.size_of(op.input(0)[-1])
@@ -108,7 +104,10 @@ def multi_head_attention(op: Operation) -> None:
 
 
 def fused_attention(op: Operation) -> None:
-    """com.microsoft.Attention: it includes the projection to queries, keys and values; both pasts are one tensor."""
+    """com.microsoft.Attention: it includes the projection to queries, keys and values; both pasts are one tensor.
+
+    QAttention computes it of integers, whose scales and zero points are one, or one a column.
+    """
     count = op.number("num_heads", 0)
     if count <= 0:
         return
@@ -116,30 +115,22 @@ def fused_attention(op: Operation) -> None:
     widths = op.numbers_of("qkv_hidden_sizes") or [ax.size_of(op.input(1)[-1]) // 3] * 3
     if widths[0] != widths[1] or any(width % count for width in widths):
         return
-    head, value = ax.new_axis(widths[0] // count), ax.new_axis(widths[2] // count)
+    head, columns = ax.new_axis(widths[0] // count), "(h d + h d + h e)"
+    # Values have a width of their own, which may be sharded, only where the attribute says it.
+    value = ax.new_axis(widths[2] // count) if op.numbers_of("qkv_hidden_sizes") else head
+    if op.node.op_type == "QAttention":
+        scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
+        others = f"-, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d"
+    else:
+        others = f"{_mask(op, 3)}, 2 b h p d, b h l t"
     op.pattern(
-        f"b l i, i (h d + h d + h e), (h d + h d + h e), {_mask(op, 3)}, 2 b h p d, b h l t -> b l (h e), 2 b h t d",
+        f"b l i, i {columns}, {columns}, {others} -> b l (h e), 2 b h t d",
         whole="ildpt2m",
         known={"h": heads, "d": head, "e": value},
     )
     op.attributes["num_heads"] = [heads]
     if op.numbers_of("qkv_hidden_sizes"):
         op.attributes["qkv_hidden_sizes"] = [(*heads, *head), (*heads, *head), (*heads, *value)]
-
-
-def quantized_attention(op: Operation) -> None:
-    """com.microsoft.QAttention: as `fused_attention`, of integers. Scales and zero points are one, or one a column."""
-    count = op.number("num_heads", 0)
-    if count <= 0 or ax.size_of(op.input(1)[-1]) % (3 * count):
-        return
-    heads, columns = ax.new_axis(count), "(h d + h d + h d)"
-    scales, zeros = (columns if op.has(number) and op.input(number) else "-" for number in (4, 7))
-    op.pattern(
-        f"b l i, i {columns}, {columns}, -, {scales}, {_mask(op, 5)}, -, {zeros}, 2 b h p d -> b l (h d), 2 b h t d",
-        whole="ildpt2m",
-        known={"h": heads, "d": ax.new_axis(ax.size_of(op.input(1)[-1]) // (3 * count))},
-    )
-    op.attributes["num_heads"] = [heads]
 
 
 def rotary_embedding(op: Operation) -> None:
@@ -293,7 +284,7 @@ OPERATORS = (
         states={1: 6, 2: 7},
         scratch=scratch.multi_head_attention,
     ),
-    _attention("com.microsoft.QAttention", quantized_attention, masks=(5,), states={1: 8}, quantizes=True),
+    _attention("com.microsoft.QAttention", fused_attention, masks=(5,), states={1: 8}, quantizes=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
     Operator("com.microsoft.MRotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
     Operator(

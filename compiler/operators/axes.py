@@ -100,6 +100,11 @@ def atoms_of(axes: Iterable[Axis] | None) -> Iterator[Factor]:
     return (atom for axis in axes or () for atom in atoms(axis))
 
 
+def product(axes: Iterable[Axis]) -> Axis:
+    """Several axes as one, major first, as a Reshape merges them."""
+    return tuple(factor for axis in axes for factor in axis)
+
+
 def joined(*sections: Axis) -> Axis:
     """The axis of sections one after the other."""
     present = tuple(section for section in sections if size_of(section))
@@ -203,7 +208,7 @@ def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
         x, y = a.popleft(), b.popleft()
         excess = size_of(x) - size_of(y)
         if excess and not set(atoms(x)).isdisjoint(atoms(y)):
-            _pin_all([factor for section in (x, y, *a, *b) for factor in section])
+            _pin_all(product((x, y, *a, *b)))
             return
         if excess > 0:
             x, rest = cut(x, [size_of(y), excess])
@@ -238,5 +243,5 @@ def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     elif len(parts) == 1:
         _relate_sections(parts[0].sections, kept)
     else:
-        _pin_all([*parts, *(factor for count in counts for factor in count)])
+        _pin_all([*parts, *product(counts)])
     return [(*count, *minor) for count in counts]

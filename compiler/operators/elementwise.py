@@ -11,12 +11,9 @@ from splitc.compiler.operators.operator import Operator
 
 def elementwise(op: Operation) -> None:
     """Each input is broadcast to the outputs."""
-    for number in range(len(op.inputs)):
-        if op.has(number):
-            op.broadcast(op.input(number), op.output())
-    for number in range(1, len(op.outputs)):
-        if op.has_output(number):
-            op.broadcast(op.output(number), op.output())
+    for axes in (*op.inputs, *op.outputs[1:]):
+        if axes is not None:
+            op.broadcast(axes, op.output())
 
 
 def add(op: Operation) -> None:

@@ -61,9 +61,10 @@ MISSING = frozenset(
         *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", LATENT),
     }
 )
+# The same, of operators whose names begin so.
+MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
 # Operators that count on the GPU how many elements they return, and wait until the CPU knows it.
 COUNTING = frozenset({"Compress", "NonMaxSuppression", "NonZero"})
-MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
 # For operators with kernels for few types: these types, of the first input.
 TYPES: dict[str, frozenset[ir.DataType]] = {
     "ArgMax": FLOATS,

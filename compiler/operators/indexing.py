@@ -32,9 +32,9 @@ def gather_blocks(op: Operation) -> None:
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("gather_axis", 0) % len(data)
     op.relate_all(indices, output[axis : axis + len(indices)])
-    for number in (2, 3):
-        if op.has(number) and ax.size_of(op.input(number)[axis]) == ax.size_of(data[axis]):
-            op.relate(op.input(number)[axis], data[axis])
+    for axes in op.given((2, 3)):
+        if ax.size_of(axes[axis]) == ax.size_of(data[axis]):
+            op.relate(axes[axis], data[axis])
     _look_up(op, axis)
 
 

@@ -48,7 +48,7 @@ def matmul_integer(op: Operation) -> None:
     op.zero_point, of_columns = (4, (3, 5, 6)) if to_float else (2, (3,))
     if op.has(op.zero_point) and any(ax.size_of(axis) != 1 for axis in op.input(op.zero_point)):
         op.whole([op.input(0)[-1]], "there is a zero point for each row")
-    for axis in (axis for number in of_columns if op.has(number) for axis in op.input(number)):
+    for axis in itertools.chain(*op.given(of_columns)):
         if ax.size_of(axis) == ax.size_of(op.output()[-1]):
             op.relate(axis, op.output()[-1])
     op.add_on_one_rank = frozenset([6]) if to_float else frozenset()
@@ -57,17 +57,17 @@ def matmul_integer(op: Operation) -> None:
 def fused_matmul(op: Operation) -> None:
     if op.number("transBatchA", 0) or op.number("transBatchB", 0):
         return
-    sides = []
-    for number, name in enumerate(("transA", "transB")):
-        axes = op.input(number)
-        sides.append((*axes[:-2], axes[-1], axes[-2]) if op.number(name, 0) and len(axes) > 1 else axes)
-    product(op, sides[0], sides[1])
+    product(op, matrix(op, 0, "transA"), matrix(op, 1, "transB"))
+
+
+def matrix(op: Operation, number: int, transposed: str) -> tuple[Axis, ...]:
+    """The axes of an input [..., rows, columns], whose last two axes are swapped if the attribute `transposed` is 1."""
+    axes = op.input(number)
+    return (*axes[:-2], axes[-1], axes[-2]) if op.number(transposed, 0) and len(axes) > 1 else axes
 
 
 def gemm(op: Operation) -> None:
-    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
-    right = op.input(1)[::-1] if op.number("transB", 0) else op.input(1)
-    product(op, left, right)
+    product(op, matrix(op, 0, "transA"), matrix(op, 1, "transB"))
     if op.has(2):
         op.broadcast(op.input(2), op.output())
         op.add_on_one_rank = frozenset([2])
@@ -113,9 +113,9 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     op.relate(output[1], (*groups, *outer))
     op.free([inner])
     op.attributes["group"], op.windows = [groups], kernel[2:]
-    for number in of_channels:
-        if op.has(number) and len(op.input(number)) == 1 and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
-            op.relate(op.input(number)[0], output[1])
+    for axes in op.given(of_channels):
+        if len(axes) == 1 and ax.size_of(axes[0]) == ax.size_of(output[1]):
+            op.relate(axes[0], output[1])
     return inner
 
 
@@ -124,7 +124,7 @@ def deformed_convolution(op: Operation) -> None:
     data, output = op.input(0), op.output()
     op.contracted = convolve(op, 1, [3])
     op.add_on_one_rank = frozenset([3])
-    for moves in (op.input(number) for number in (2, 4) if op.has(number)):
+    for moves in op.given((2, 4)):
         op.relate(moves[0], output[0])
         op.whole(moves[1:])
     op.whole([*data[2:], *output[2:]], "its offsets may point to any position")
@@ -165,15 +165,14 @@ def relate_experts(op: Operation, inner: Axis, first: Iterable[int], third: Iter
     """
     pair = ax.new_axis(2)
     rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
-    of_rows = [op.input(number)[1] for number in first if op.has(number)]
+    of_rows = [axes[1] for axes in op.given(first)]
     if rows is None or any(ax.size_of(axis) != ax.size_of(rows) for axis in of_rows):
         return False  # the layout of ONNX Runtime before 1.20
     op.whole([pair], "it needs a gate and its value together")
     for axis in of_rows:
         op.relate(axis, rows)
-    for number in third:
-        if op.has(number):
-            op.relate(op.input(number)[1], inner)
+    for axes in op.given(third):
+        op.relate(axes[1], inner)
     return True
 
 
@@ -181,22 +180,20 @@ def tokens(op: Operation) -> None:
     """Tokens are independent: [..., hidden], with scores [tokens, experts], becomes [..., hidden]."""
     data, output = op.input(0), op.output()
     op.relate_all(data[:-1], output[:-1])
-    op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
+    op.relate(op.input(1)[0], ax.product(data[:-1]))
 
 
-def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """The operations of the `k` experts that each token goes through."""
-    matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
+def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes, weights: Iterable[int] = (2, 4, 6)) -> int:
+    """The operations of the `k` experts that each token goes through, by the indices of their matrices."""
+    matrices = [inputs[number] for number in weights if number < len(inputs) and len(inputs[number]) == 3]
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K: a multiplication and an addition for each element of the result and of the contracted axis."""
-    return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
+    """2 M N K: a multiplication and an addition for each element of the result and of the contracted axis.
 
-
-def fused_product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K. The first matrix may be transposed, and have its batch axes between rows and columns."""
+    The first matrix may be transposed, and have its batch axes between rows and columns.
+    """
     transposed, batch_inside = (node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
     contracted = -1 if not transposed or len(inputs[0]) < 2 else 0 if batch_inside else -2
     return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
@@ -229,12 +226,8 @@ def einsum_labels(term: str, rank: int) -> list[str]:
     return [*before, *(str(inside - place) for place in range(inside)), *after]
 
 
-def gemm_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    contracted = 0 if node.attributes.get_int("transA", 0) else -1
-    return 2 * math.prod(outputs[0]) * (inputs[0][contracted] if inputs[0] else 1)
-
-
 def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """2 for each output and element of its channel's kernel."""
     return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
 
 
@@ -260,8 +253,8 @@ OPERATORS = (
     Operator(
         "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
     ),
-    _matrix("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops),
-    _matrix("Gemm", gemm, gemm_flops, scaling_attributes={2: "beta"}),
+    _matrix("com.microsoft.FusedMatMul", fused_matmul, product_flops),
+    _matrix("Gemm", gemm, product_flops, scaling_attributes={2: "beta"}),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     # Its CPU kernel may work on blocks of channels (NCHWc).
     Operator(

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
+from splitc.compiler.operators.linear import convolution_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
@@ -108,11 +109,6 @@ def linear_attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> in
     """8 for each token and element of the state: it decays, is read by keys, changed, and read by queries."""
     state = outputs[1] if len(outputs) > 1 and outputs[1] else ()
     return 8 * math.prod(outputs[0][:-1]) * math.prod(state[-3:])
-
-
-def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 for each output and element of its channel's kernel."""
-    return 2 * math.prod(outputs[0]) * math.prod(inputs[1][1:])
 
 
 OPERATORS = (

@@ -32,45 +32,34 @@ class Operation:
     """One node. A rule relates its axes, and records the consequences for a rank that has only a shard of them.
 
     Axes that the rule does not touch are pinned at the end. Inputs are referred to by index.
-
-    - `constants`: for each input, its elements if they are known and few.
-    - `weights`: the inputs that are weights, or computed from weights alone.
-    - `mixed`: for an input, its known integers, and None for those that depend on sizes.
-    - `contracted`: the axis that is summed over. A rank with a shard of it computes a partial value.
-    - `linear`: sets of inputs. If exactly the inputs of one set are partial, so is the output.
-    - `sizes`: for an input, the axes whose sizes its entries are. `attributes`: the same for attributes.
-    - `windows`: the axes of a convolution's kernel, whose sizes its attributes and its padding are made for.
-    - `exact`: the axes whose sizes attributes fix, such as a block of quantization: trials keep their sizes.
-    - `add_on_one_rank`: inputs that are added to the result: if that is partial, exactly one rank must add them.
-    - `zero_point`: the input with the zero point of the first input.
-    - `is_lookup`: its second input indexes rows of its first input, a table.
-    - `averages`: it averages over the contracted axis. A rank's mean is weighted by its share of the axis.
-    - `reduced`: the axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum
-      of squares, the mean of squares, or also the mean.
-    - `splits_evenly`: it splits an axis into equal lengths, one for each output.
-    - `directions`: the axis of a recurrent network's two directions, forward and backward.
     """
 
     node: ir.Node
     inputs: Sequence[Axes]
     outputs: Sequence[Axes]
-    constants: Sequence[Array | None]
-    weights: Collection[int] = ()
+    constants: Sequence[Array | None]  # for each input, its elements if they are known and few
+    weights: Collection[int] = ()  # the inputs that are weights, or computed from weights alone
+    # For an input, its known integers, and None for those that depend on sizes.
     mixed: Mapping[int, Sequence[int | None] | None] = field(default_factory=dict)
-    contracted: Axis = ()
-    linear: tuple[frozenset[int], ...] = ()
-    sizes: dict[int, Sizes] = field(default_factory=dict)
-    attributes: dict[str, Sizes] = field(default_factory=dict)
+    contracted: Axis = ()  # the axis that is summed over: a rank with a shard of it computes a partial value
+    linear: tuple[frozenset[int], ...] = ()  # sets of inputs: if exactly those of one set are partial, so is the output
+    sizes: dict[int, Sizes] = field(default_factory=dict)  # for an input, the axes whose sizes its entries are
+    attributes: dict[str, Sizes] = field(default_factory=dict)  # the same for attributes
+    # The axes of a convolution's kernel, whose sizes its attributes and its padding are made for.
     windows: Sequence[Axis] = ()
+    # The axes whose sizes attributes fix, such as a block of quantization: trials keep their sizes.
     exact: Sequence[Axis] = ()
+    # Inputs that are added to the result: if that is partial, exactly one rank must add them.
     add_on_one_rank: frozenset[int] = frozenset()
-    zero_point: int | None = None
-    is_lookup: bool = False
-    averages: bool = False
+    zero_point: int | None = None  # the input with the zero point of the first input
+    is_lookup: bool = False  # its second input indexes rows of its first input, a table
+    averages: bool = False  # it averages over the contracted axis: a rank's mean is weighted by its share of the axis
+    # The axis that it needs `statistics` of, which an all-reduce computes: the range, the maximum, the sum of squares,
+    # the mean of squares, or also the mean.
     reduced: Axis = ()
     statistics: int = 1
-    splits_evenly: bool = False
-    directions: Axis = ()
+    splits_evenly: bool = False  # it splits an axis into equal lengths, one for each output
+    directions: Axis = ()  # the axis of a recurrent network's two directions, forward and backward
     _touched: set[int] = field(default_factory=set)
 
     def reads(self) -> Iterator[tuple[ir.Value, Axes]]:
@@ -80,6 +69,10 @@ class Operation:
     def has(self, *numbers: int) -> bool:
         """Whether the node has all of these inputs, with known shapes."""
         return all(number < len(self.inputs) and self.inputs[number] is not None for number in numbers)
+
+    def given(self, numbers: Iterable[int]) -> list[tuple[Axis, ...]]:
+        """The axes of those of these inputs that the node has, with known shapes."""
+        return [self.input(number) for number in numbers if self.has(number)]
 
     def input(self, number: int) -> tuple[Axis, ...]:
         """The axes of an input whose shape is known."""
@@ -195,7 +188,7 @@ class Operation:
         for axis, token in pairs:
             self._match(axis, token, letters)
         self.whole(letters[letter] for letter in whole if letter in letters)
-        self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
+        self.contracted = ax.product(letters.get(letter, ()) for letter in contract)
 
     def _match(self, axis: Axis, token: str, letters: Mapping[str, Axis]) -> None:
         """Relate an axis to its token in a pattern: a letter, a product, or a list of sections."""
@@ -204,10 +197,8 @@ class Operation:
             return
         if ax.size_of(axis) == 1:
             return
-        sections = [
-            tuple(factor for name in section.split() for factor in letters.get(name, ()))
-            for section in token.strip("()").split("+")
-        ]
+        terms = token.strip("()").split("+")
+        sections = [ax.product(letters.get(name, ()) for name in term.split()) for term in terms]
         sizes = [ax.size_of(section) for section in sections]
         if sum(sizes) != ax.size_of(axis):
             self.whole([axis, *sections], SUM_DIFFERS)

@@ -12,9 +12,10 @@ import onnx_ir as ir
 from onnx_shape_inference import registry
 
 from splitc.compiler.operators import scratch
-from splitc.compiler.operators.linear import convolve, gemm_flops, product, product_flops
+from splitc.compiler.operators.elementwise import elementwise
+from splitc.compiler.operators.linear import convolve, matrix, product, product_flops
 from splitc.compiler.operators.operation import Operation
-from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
+from splitc.compiler.operators.operator import Operator, Shapes
 from splitc.compiler.operators.quantized import relate_blocks
 from splitc.compiler.operators.shaping import join
 
@@ -26,19 +27,17 @@ def matmul(op: Operation) -> None:
     product(op, left, right)
     op.contracted = ()
     op.whole([left[-1]], ROUNDED)
-    for number in (4, 5, 6, 7):
-        if op.has(number) and op.input(number):
-            relate_blocks(op, output[-1], op.input(number)[-1])
+    for axes in op.given((4, 5, 6, 7)):
+        if axes:
+            relate_blocks(op, output[-1], axes[-1])
 
 
 def gemm(op: Operation) -> None:
     """Without a scale of the output, the result is float32, and may be partial."""
-    left = op.input(0)[::-1] if op.number("transA", 0) else op.input(0)
-    right = op.input(3)[::-1] if op.number("transB", 0) else op.input(3)
-    product(op, left, right)
-    for number in (4, 5, 6):  # the scales and zero points of columns, and a bias
-        if op.has(number):
-            op.broadcast(op.input(number), op.output())
+    left = matrix(op, 0, "transA")
+    product(op, left, matrix(op, 3, "transB"))
+    for axes in op.given((4, 5, 6)):  # the scales and zero points of columns, and a bias
+        op.broadcast(axes, op.output())
     op.zero_point, op.add_on_one_rank = 2, frozenset([6])
     if op.has(7):
         op.contracted, op.add_on_one_rank = (), frozenset()
@@ -50,22 +49,12 @@ def convolution(op: Operation) -> None:
         op.whole([convolve(op, 3, (4, 5, 8))], ROUNDED)
 
 
-def elementwise(*values: int) -> AxesRule:
-    """The rule of an elementwise operator with data inputs `values`. Other inputs are scalar scales and zero points."""
-
-    def rule(op: Operation) -> None:
-        for number in values:
-            op.broadcast(op.input(number), op.output())
-
-    return rule
-
-
 def softmax(op: Operation) -> None:
     """Softmax works along one axis; before opset 13, along the given axis and all axes after it."""
     data, opset = op.input(0), op.number("opset", 13)
     first = op.number("axis", -1) % len(data)
     along = [first] if opset >= 13 else range(first, len(data))
-    op.relate_all(*([axes[n] for n in range(len(data)) if n not in along] for axes in (data, op.output())))
+    op.relate_others(along)
 
 
 def concat(op: Operation) -> None:
@@ -105,12 +94,13 @@ OPERATORS = (
         for name in ("QLinearConv", "com.microsoft.QLinearConv")
     ),
     Operator("QLinearMatMul", matmul, product_flops, matrix_input=3, quantizes=True),
-    Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix_input=3, quantizes=True),
-    Operator("com.microsoft.QLinearAdd", elementwise(0, 3), quantizes=True),
-    Operator("com.microsoft.QLinearMul", elementwise(0, 3), quantizes=True),
-    Operator("com.microsoft.QLinearWhere", elementwise(0, 1, 4), quantizes=True),
-    Operator("com.microsoft.QLinearSigmoid", elementwise(0), quantizes=True),
-    Operator("com.microsoft.QLinearLeakyRelu", elementwise(0), quantizes=True),
+    Operator("com.microsoft.QGemm", gemm, product_flops, gemm_shape, matrix_input=3, quantizes=True),
+    # Their scales and zero points are scalars.
+    Operator("com.microsoft.QLinearAdd", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearMul", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearWhere", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearSigmoid", elementwise, quantizes=True),
+    Operator("com.microsoft.QLinearLeakyRelu", elementwise, quantizes=True),
     Operator("com.microsoft.QLinearSoftmax", softmax, quantizes=True),
     Operator("com.microsoft.QLinearConcat", concat, quantizes=True),
     Operator("com.microsoft.QLinearAveragePool", pool, shapes=pool_shape, quantizes=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.linear import integer_product_shape, product_flops, relate_experts, tokens
+from splitc.compiler.operators.linear import expert_flops, integer_product_shape, product_flops, relate_experts, tokens
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 from splitc.runtime.arrays.array import Array
@@ -28,16 +29,13 @@ EXPERT_TILE = 64
 def linear_quantization(op: Operation) -> None:
     """There is one scale for the tensor, for each index of an axis, or for each block of an axis."""
     data, axis = op.input(0), op.number("axis", 1)
-    for source, target in zip(data, op.output(), strict=True):
-        op.relate(source, target)
-    for number in (1, 2):
-        if op.has(number) and op.input(number):
-            scales = op.input(number)
-            places = data if len(scales) == len(data) else [data[axis]]
-            for scale, place in zip(scales, places, strict=False):
-                block = relate_blocks(op, place, scale)
-                if ax.size_of(block) == op.number("block_size", 0):
-                    op.attributes["block_size"] = [block]
+    op.relate_all(data, op.output())
+    for scales in filter(None, op.given((1, 2))):
+        places = data if len(scales) == len(data) else [data[axis]]
+        for scale, place in zip(scales, places, strict=False):
+            block = relate_blocks(op, place, scale)
+            if ax.size_of(block) == op.number("block_size", 0):
+                op.attributes["block_size"] = [block]
 
 
 def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
@@ -56,7 +54,7 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
 
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
-    op.reduced = tuple(factor for axis in op.input(0) for factor in axis)
+    op.reduced = ax.product(op.input(0))
 
 
 def dynamically_quantized_product(op: Operation) -> None:
@@ -65,7 +63,7 @@ def dynamically_quantized_product(op: Operation) -> None:
         return
     columns = op.output()[-1]
     op.relate(op.input(1)[1], columns)
-    for axis in (axis for number in (2, 3, 4) if op.has(number) for axis in op.input(number)):
+    for axis in itertools.chain(*op.given((2, 3, 4))):
         if ax.size_of(axis) == ax.size_of(columns):
             op.relate(axis, columns)
 
@@ -154,18 +152,19 @@ def quantized_experts(op: Operation) -> None:
     data, prepacked = op.node.inputs[0], op.number("weights_prepacked", -1)
     on_gpus = data is None or data.dtype != ir.DataType.FLOAT
     if prepacked == 1 or (prepacked and on_gpus):
-        op.whole([axis for number in (2, 5, 8) if op.has(number) for axis in op.input(number)], PREPACKED)
+        op.whole(itertools.chain(*op.given((2, 5, 8))), PREPACKED)
         return
     if op.node.attributes.get_string("quant_type", "int") != "int" or not op.has(2, 3, 5, 6):
         return
     by_blocks = len(op.input(6)) == 3
     if not by_blocks and op.has(11):
         return  # zero points of several rows share a byte
-    sides = [_numbers_of(op, *places) for places in ((2, 3, 11, "fc1"), (5, 6, 12, "fc2"), (8, 9, 13, "fc3"))]
-    first, second, third = sides
-    hidden, (outer, block) = op.input(0)[-1], second or ((), ())
-    if first is None or second is None or any(side and _size(side) != ax.size_of(hidden) for side in (first, third)):
+    projections = ((2, 3, 11, "fc1"), (5, 6, 12, "fc2"), (8, 9, 13, "fc3"))
+    first, second, third = (_numbers_of(op, *places) for places in projections)
+    hidden = [ax.product(numbers) for numbers in (first, third) if numbers is not None]
+    if first is None or second is None or {*map(ax.size_of, hidden)} != {ax.size_of(op.input(0)[-1])}:
         return
+    outer, block = second
     together = max(1, EXPERT_TILE // ax.size_of(block)) if on_gpus else 1
     if ax.size_of(outer) % together or not relate_experts(op, (*outer, *block), (2, 3, 4, 11), (8, 9, 10, 13)):
         return
@@ -175,7 +174,7 @@ def quantized_experts(op: Operation) -> None:
     op.free([outer])
     op.contracted = (*outer, *block)
     op.add_on_one_rank = frozenset([7])
-    _relate_hidden(op, [side for side in (first, third) if side is not None])
+    _relate_hidden(op, hidden)
     _relate_choice(op)
 
 
@@ -202,17 +201,15 @@ def _numbers_of(op: Operation, weight: int, scales: int, zeros: int, name: str) 
     return outer, block
 
 
-def _size(numbers: tuple[Axis, Axis]) -> int:
-    outer, block = numbers
-    return ax.size_of((*outer, *block))
+def _relate_hidden(op: Operation, summed: Sequence[Axis]) -> None:
+    """The width of tokens is whole. Its axes are related, so that trials with other sizes fit together.
 
-
-def _relate_hidden(op: Operation, sides: Sequence[tuple[Axis, Axis]]) -> None:
-    """The width of tokens is whole. Its axes are related, so that trials with other sizes fit together."""
+    `summed` are those that projections sum over.
+    """
     hidden = op.input(0)[-1]
-    for outer, block in sides:
-        op.relate(hidden, (*outer, *block))
-    rows = [op.input(number)[1] for number in (5, 6, 7, 12) if op.has(number)]
+    for axis in summed:
+        op.relate(hidden, axis)
+    rows = [axes[1] for axes in op.given((5, 6, 7, 12))]
     for axis in (op.output()[-1], *(axis for axis in rows if ax.size_of(axis) == ax.size_of(hidden))):
         op.relate(axis, hidden)
     op.whole([hidden])
@@ -227,7 +224,7 @@ def _relate_choice(op: Operation) -> None:
     else:
         experts = ax.new_axis(count)
         op.exact = [*op.exact, experts]
-    for axis in (op.input(1)[1], *(op.input(number)[0] for number in range(2, 14) if op.has(number))):
+    for axis in (op.input(1)[1], *(axes[0] for axes in op.given(range(2, 14)))):
         op.relate(axis, experts)
     op.whole([experts])
 
@@ -241,13 +238,11 @@ def small_scales(op: Operation, number: int) -> Array | None:
 
 def quantized_embed_layer_norm(op: Operation) -> None:
     """The sum of rows of three quantized tables, normalized; after the mask come their scales and zero points."""
-    for number in (0, 1, 7):
-        if op.has(number):
-            op.relate_all(op.input(number), op.output()[:2])
+    for axes in op.given((0, 1, 7)):
+        op.relate_all(axes, op.output()[:2])
     if op.has_output(1):
         op.relate(op.output(1)[0], op.output()[0])
-    tables = [axis for number in range(2, 7) if op.has(number) for axis in op.input(number)]
-    op.whole([*op.output()[1:], *tables], "it normalizes rows of tables")
+    op.whole(itertools.chain(op.output()[1:], *op.given(range(2, 7))), "it normalizes rows of tables")
 
 
 def quantized_embed_shape(context: Any, node: ir.Node) -> None:
@@ -265,9 +260,7 @@ def blocks_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """As `expert_flops`, for weights of which a byte holds several."""
-    matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
-    packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
-    return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
+    return 8 // node.attributes.get_int("expert_weight_bits", 4) * expert_flops(node, inputs, outputs, (2, 5, 8))
 
 
 def flat_product_shape(context: Any, node: ir.Node) -> None:

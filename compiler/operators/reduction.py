@@ -21,17 +21,21 @@ _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueez
 
 
 def _reduce(op: Operation) -> list[int]:
-    """Relate the axes that are kept. Returns the numbers of the reduced ones."""
-    data, output = op.input(0), op.output()
-    named = op.numbers(1, "axes")
+    """Relate the axes that are kept. Returns the numbers of the reduced ones, none if they are not known."""
+    data, named = op.input(0), op.numbers(1, "axes")
     if named is None and op.has(1):
         return []
     all_of_none = [] if op.number("noop_with_empty_axes", 0) else list(range(len(data)))
     reduced = sorted({axis % len(data) for axis in named}) if named else all_of_none
-    kept = [axis for axis in range(len(data)) if axis not in reduced]
-    keep = op.number("keepdims", 1)
-    op.relate_all([data[axis] for axis in kept], [output[axis] for axis in kept] if keep else output)
+    _relate_kept(op, reduced)
     return reduced
+
+
+def _relate_kept(op: Operation, reduced: Collection[int]) -> None:
+    """Relate the axes that are not reduced, which alone are left without `keepdims`."""
+    kept = [axis for axis in range(len(op.input(0))) if axis not in reduced]
+    output = [op.output()[axis] for axis in kept] if op.number("keepdims", 1) else op.output()
+    op.relate_all([op.input(0)[axis] for axis in kept], output)
 
 
 def reduce_sum(op: Operation) -> None:
@@ -42,7 +46,7 @@ def reduce_sum(op: Operation) -> None:
 def _contract(op: Operation, numbers: Iterable[int]) -> None:
     reduced = [op.input(0)[axis] for axis in numbers]
     op.free(reduced)
-    op.contracted = tuple(factor for axis in reduced for factor in axis)
+    op.contracted = ax.product(reduced)
 
 
 def reduce_mean(op: Operation) -> None:
@@ -88,7 +92,7 @@ def reduce_extreme(op: Operation) -> None:
     reduced = [op.input(0)[axis] for axis in _reduce(op)]
     if op.node.outputs[0].dtype in _COMPARED:
         op.free(reduced)
-        op.reduced = tuple(factor for axis in reduced for factor in axis)
+        op.reduced = ax.product(reduced)
 
 
 def reduce_length(op: Operation) -> None:
@@ -107,10 +111,7 @@ def reduce_nonlinear(op: Operation) -> None:
 
 
 def reduce_arg(op: Operation) -> None:
-    data, output = op.input(0), op.output()
-    axis = op.number("axis", 0) % len(data)
-    rest = [*data[:axis], *data[axis + 1 :]]
-    op.relate_all(rest, [*output[:axis], *output[axis + 1 :]] if op.number("keepdims", 1) else output)
+    _relate_kept(op, [op.number("axis", 0) % len(op.input(0))])
 
 
 def along_axis(op: Operation) -> None:
@@ -150,12 +151,10 @@ def _whole_norm(op: Operation) -> None:
     data = op.input(0)
     first = op.number("axis", -1) % len(data)
     op.whole(data[first:])
-    for number in range(len(op.outputs)):
-        if op.has_output(number):
-            op.relate_all(data[:first], op.output(number)[:first])
-    for number in (1, 2):  # a scale and a bias may also have axes that are not normalized
-        if op.has(number):
-            op.broadcast(op.input(number), data)
+    for made in op.outputs:
+        op.relate_all(data[:first], (made or ())[:first])
+    for axes in op.given((1, 2)):  # a scale and a bias may also have axes that are not normalized
+        op.broadcast(axes, data)
 
 
 def _is_plain(op: Operation) -> bool:

@@ -101,9 +101,8 @@ def split(op: Operation) -> None:
     sizes = [ax.size_of(op.output(number)[axis]) for number in range(len(op.outputs))]
     sections = op.cut(op.input(0)[axis], sizes)
     for number, section in enumerate(sections):
-        source, target = op.input(0), op.output(number)
-        op.relate(section, target[axis])
-        op.relate_all([*source[:axis], *source[axis + 1 :]], [*target[:axis], *target[axis + 1 :]])
+        op.relate(section, op.output(number)[axis])
+        op.relate_others([axis], number)
     if op.has(1):
         op.declare_sizes(1, sections)
     elif op.numbers_of("split"):
@@ -186,28 +185,27 @@ def _slice_axis(
 
 def pad(op: Operation) -> None:
     """Axes without padding are the same. An axis that is padded by -1 and 1 has the same size, but is shifted."""
+    if (pads := _pads(op)) is not None:
+        op.relate_others({place for place, *ends in pads if ends != [0, 0]})
+
+
+def _pads(op: Operation) -> list[tuple[int, int | None, int | None]] | None:
+    """The number of each padded axis, and its padding before and after, None where that depends on sizes."""
     pads, rank = op.entries(1, "pads"), len(op.input(0))
-    places = op.numbers(3) if op.has(3) else list(range(rank))
+    places = op.numbers(3) if op.has(3) else range(rank)
     if pads is None or places is None:
-        return
-    both = zip(places, pads, pads[len(places) :], strict=False)
-    padded = {place % rank for place, *ends in both if ends != [0, 0]}
-    for place, (source, target) in enumerate(zip(op.input(0), op.output(), strict=True)):
-        if place not in padded:
-            op.relate(source, target)
+        return None
+    ends = zip(places, pads, pads[len(places) :], strict=False)
+    return [(place % rank, first, last) for place, first, last in ends]
 
 
 def pad_amounts(op: Operation, number: int) -> Any:
     """Example padding: where it depends on sizes, all of it is after the axis' elements."""
-    pads, rank = op.entries(1, "pads"), len(op.input(0))
-    places = op.numbers(3) if op.has(3) else list(range(rank))
-    if number != 1 or pads is None or places is None:
+    if number != 1 or (pads := _pads(op)) is None:
         return None
-    count = len(places)
-    before = [pads[n] or 0 for n in range(count)]
-    more = [ax.size_of(op.output()[place]) - ax.size_of(op.input(0)[place]) for place in places]
-    ends = [size - first if end is None else end for size, first, end in zip(more, before, pads[count:], strict=True)]
-    return [*before, *ends]
+    before = [first or 0 for _, first, _ in pads]
+    more = [ax.size_of(op.output()[place]) - ax.size_of(op.input(0)[place]) for place, _, _ in pads]
+    return [*before, *(m - b if end is None else end for m, b, (_, _, end) in zip(more, before, pads, strict=True))]
 
 
 def resize(op: Operation) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.elementwise import elementwise
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
@@ -20,10 +21,10 @@ LABELS = (*TEXTS, "ints", "int64s")
 
 def samples(op: Operation) -> None:
     """Rows are independent. A vector is a single row, which is needed whole."""
-    for rows in (op.input(number) for number in range(len(op.inputs)) if op.has(number) and number not in op.weights):
-        for number in range(len(op.outputs)):
-            if len(rows) > 1 and op.has_output(number):
-                op.relate(rows[0], op.output(number)[0])
+    for rows in op.given(number for number in range(len(op.inputs)) if number not in op.weights):
+        for made in op.outputs:
+            if len(rows) > 1 and made is not None:
+                op.relate(rows[0], made[0])
 
 
 def columns(op: Operation) -> None:
@@ -34,7 +35,7 @@ def columns(op: Operation) -> None:
 def picked_columns(op: Operation) -> None:
     """The last axis of the output has the selected elements of each row, one after the other."""
     columns(op)
-    op.relate(tuple(factor for axis in op.input(1) for factor in axis), op.output()[-1])
+    op.relate(ax.product(op.input(1)), op.output()[-1])
     op.free(op.input(1))
 
 
@@ -55,9 +56,8 @@ def feature_shape(context: Any, node: ir.Node) -> None:
 def same_shape(context: Any, node: ir.Node) -> None:
     """The same shape, as floats; for an Imputer, in the same type."""
     (data,) = node.inputs
-    if data is not None:
-        dtype = data.dtype if node.op_type == "Imputer" else ir.DataType.FLOAT
-        _set(context, node.outputs[0], data, lambda shape: shape, dtype)
+    dtype = data.dtype if data is not None and node.op_type == "Imputer" else ir.DataType.FLOAT
+    _set(context, node.outputs[0], data, lambda shape: shape, dtype)
 
 
 def encoded_shape(context: Any, node: ir.Node) -> None:
@@ -86,12 +86,8 @@ def classes_shapes(context: Any, node: ir.Node) -> None:
     _set(context, node.outputs[0], data, lambda shape: [_rows(shape)], label)
     if "vectors_per_class" in attributes and "prob_a" not in attributes:
         classes = max(classes, classes * (classes - 1) // 2)
-    _set(
-        context,
-        node.outputs[1],
-        data,
-        lambda shape: [_rows(shape), classes if classes > 1 else context.new_symbolic_dim()],
-    )
+    scores = classes if classes > 1 else context.new_symbolic_dim()
+    _set(context, node.outputs[1], data, lambda shape: [_rows(shape), scores])
 
 
 def _set(
@@ -102,10 +98,8 @@ def _set(
     dtype: ir.DataType | None = ir.DataType.FLOAT,
 ) -> None:
     """Set the type, which ONNX infers for none of these operators, and the shape, computed from that of the data."""
-    if data is not None and data.shape is not None:
-        context.set_shape_and_dtype(value, ir.Shape([*shape_of(data.shape)]), dtype)
-    elif dtype is not None:
-        value.dtype = dtype
+    known = None if data is None else data.shape
+    context.set_shape_and_dtype(value, None if known is None else ir.Shape([*shape_of(known)]), dtype)
 
 
 def _count(node: ir.Node, name: str) -> int:

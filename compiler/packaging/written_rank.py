@@ -104,7 +104,7 @@ def write_rank(
     if on_gpu:  # after masks were left out, which only the operator shows
         for engine in engines:
             for graph in engine.graphs.values():
-                decompose_for_gpus(graph, _opset(plan), plan.analysis.costs.bound.shapes)
+                decompose_for_gpus(graph, plan.analysis.costs.bound.shapes)
     engines = [engine.with_fields(**written_fields(engine.graph, on_gpu)) for engine in engines]
     graphs = {path: graph for engine in engines for path, graph in engine.graphs.items()}
     weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
@@ -122,16 +122,12 @@ def _rewrite_for_onnxruntime(plan: Plan, graphs: Sequence[ir.Graph], on_gpu: boo
         if not on_gpu:
             take_several_rows(graph)
             continue
-        keep_on_gpu(graph, _opset(plan), shapes)
+        keep_on_gpu(graph, shapes)
         multiply_as_stored(graph)
         remove_unused(graph)
         if plan.analysis.fuses:
             # Slots for adapters are taken out of a graph again, so sums with them may not be part of something else.
             fuse_for_gpus(graph, shapes, rows=not plan.analysis.slots)
-
-
-def _opset(plan: Plan) -> int:
-    return plan.analysis.graph.model.opset_imports.get("", 1)
 
 
 def _entry(plan: Plan, path: Path, graph: ir.Graph, program: RankProgram, on_gpu: bool) -> m.EngineFile:

@@ -183,7 +183,7 @@ def _why_not_replayed(plan: Plan) -> str:
     inside = has_collectives(plan.engine, [rank.device for rank in plan.ranks])
     if any(plan.split.more_sessions(rank, inside) for rank in plan.ranks) and any(map(convolves, graph.nodes)):
         return f"the model {UNLOADED}"
-    return why_not_replayed(graph.graph, graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
+    return why_not_replayed(graph.graph, analysis.costs.bound.shapes)
 
 
 def _print_fused(plan: Plan) -> None:

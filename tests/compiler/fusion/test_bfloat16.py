@@ -95,7 +95,7 @@ def test_what_has_no_kernel_is_computed_in_single_precision(node: str, casts: in
         <int64[4] pads = {{0, 1, 0, 1}}> {{ {node} }}"""
     )
     graph = ir.from_proto(model).graph
-    keep_on_gpu(graph, 21, {})
+    keep_on_gpu(graph, {})
     assert [node.op_type for node in graph].count("Cast") == casts
     assert (why_not_captured(graph) == "") == ("Unique" not in node)
     if casts:

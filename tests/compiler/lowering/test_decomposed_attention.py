@@ -82,7 +82,7 @@ def outputs(model: ir.Model, feeds: Arrays) -> list[Array]:
 
 def decomposed(model: ir.Model) -> ir.Model:
     """The model as engines for GPUs have it: replayable, without the operator."""
-    decompose_for_gpus(model.graph, 18, {})
+    decompose_for_gpus(model.graph, {})
     assert not any(node.op_type == "GroupQueryAttention" for node in model.graph)
     assert why_not_captured(model.graph) == ""
     return model
@@ -186,7 +186,7 @@ def test_sinks_beside_a_mask_are_decomposed_in_half_precision_too() -> None:
         ours, theirs = (array if array.ndim == 3 else array[:, :, :9] for array in (ours, theirs))
         np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=1e-2, atol=5e-3)
     whole = ir.from_onnx_text(ir.to_onnx_text(attention("causal = 1")).replace("float[", "float16["))
-    decompose_for_gpus(whole.graph, 18, {})
+    decompose_for_gpus(whole.graph, {})
     assert any(node.op_type == "GroupQueryAttention" for node in whole.graph)
 
 

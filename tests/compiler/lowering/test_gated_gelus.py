@@ -24,6 +24,9 @@ SLICES = """
     p = MatMul (x, up)  q = Add (p, bias)  sizes = Shape (q)  number = Gather (sizes, end)  middle = Div (number, two)
     left = Slice (q, zero, middle, end)  right = Slice (q, middle, number, end)
 """
+QUARTERS = SLICES.replace("(number, two)", "(number, four)  third = Mul (middle, two)").replace(
+    "number, end)", "third, end)"
+)
 ERF = "d = Div (right, root)  e = Erf (d)  f = Add (e, unit)  g = Mul (right, f)  gate = Mul (g, half)"
 FUSED = "splitc.on.gpu.BiasSplitGelu"
 
@@ -33,7 +36,7 @@ def written(halves: str, gate: str = "gate = Gelu (right)", inner: int = INNER, 
     types = f"{dtype}[{SIZE}, {2 * inner}] up, {dtype}[{2 * inner}] bias, {dtype}[{inner}, {SIZE}] down"
     types += f", {dtype}[{SIZE}, {inner}] one, {dtype}[{SIZE}, {inner}] other"
     types += f", {dtype}[{inner}] first, {dtype}[{inner}] second, {dtype} root, {dtype} unit, {dtype} half"
-    types += ", int64[1] end, int64[1] two, int64[1] zero, int64[1] start, int64[1] stop"
+    types += ", int64[1] end, int64[1] two, int64[1] four, int64[1] zero, int64[1] start, int64[1] stop"
     head = f"m ({dtype}[batch, length, {SIZE}] x) => ({dtype}[batch, length, {SIZE}] y) <{types}>"
     body = f"{halves}  {gate}  product = Mul (gate, left)  y = MatMul (product, down)"
     return f'<ir_version: 9, opset_import: ["" : 20]> {head} {{ {body} }}'
@@ -49,6 +52,7 @@ def save(text: str, path: Path) -> None:
             "half": 0.5,
             "end": [-1],
             "two": [2],
+            "four": [4],
             "zero": [0],
             "start": [640],
             "stop": [1920],
@@ -95,6 +99,7 @@ def test_each_form_is_one_operator(tmp_path: Path, halves: str, gate: str) -> No
             "(gate, left)", "(gate, z)"
         ),
         written(SLICES.replace("(q, middle, number", "(q, start, stop")),
+        written(QUARTERS, inner=2 * INNER).replace(f"[{2 * INNER}, {SIZE}] down", f"[{INNER}, {SIZE}] down"),
         written(TWO.replace("MatMul (x, other)", "MatMul (r, other)").replace("p =", "r = Neg (x)  p =")),
     ],
     ids=[
@@ -104,6 +109,7 @@ def test_each_form_is_one_operator(tmp_path: Path, halves: str, gate: str) -> No
         "the first half",
         "read twice",
         "other columns",
+        "half of the columns",
         "of other data",
     ],
 )

@@ -200,7 +200,7 @@ def test_a_list_is_as_long_as_it_is_on_its_rank(tmp_path: Path) -> None:
     (places,) = (node.outputs[0] for node in graph if node.op_type == "Expand")
     stand_for(places, ir.val("places", ir.DataType.INT64, [6]))
     note_sizes(places, ir.Shape([3]))
-    keep_on_gpu(graph, 17, {})
+    keep_on_gpu(graph, {})
     assert [node.op_type for node in graph].count("Range") == 3
 
 
@@ -299,6 +299,21 @@ def test_sizes_that_are_numbers_need_no_node() -> None:
 def test_before_opset_11_there_is_no_range(tmp_path: Path) -> None:
     model, _ = written(tmp_path, scaled)
     graph = ir.load(model).graph
+    graph.opset_imports[""] = 10
     before = [node.op_type for node in graph]
-    keep_on_gpu(graph, 10, {})
+    keep_on_gpu(graph, {})
     assert [node.op_type for node in graph] == before
+
+
+def test_sizes_that_meet_again_are_followed_once() -> None:
+    """Each sum reads the one before twice, so there are 2 ** 60 ways to the last one."""
+    x, given = ir.val("x", ir.DataType.FLOAT, ["n", 8]), ir.val("given", ir.DataType.INT64, [2])
+    nodes = [ir.node("Shape", [x]), ir.node("Neg", [x])]
+    nodes.append(ir.node("Add", [given, nodes[0].outputs[0]]))
+    for _ in range(60):
+        nodes.append(ir.node("Add", [nodes[-1].outputs[0]] * 2))
+    nodes.append(ir.node("Mul", [nodes[1].outputs[0], nodes[-1].outputs[0]]))
+    graph = ir.Graph([x, given], nodes[-1].outputs, nodes=nodes, opset_imports={"": 17})
+    (read,) = place_values(graph).fed
+    assert read.value is given
+    keep_on_gpu(graph, {})

@@ -40,7 +40,7 @@ def written(body: str, opset: int, dtype: str = "float") -> onnx.ModelProto:
 )
 def test_engines_import_what_has_kernels(body: str, opset: int, dtype: str, expected: int) -> None:
     graph = ir.from_proto(written(body, opset, dtype)).graph
-    keep_on_gpu(graph, opset, {})
+    keep_on_gpu(graph, {})
     assert graph.opset_imports[""] == expected
     is_left = opset == expected and opset > 21 and "Relu" not in body
     assert ("has no kernel for GPUs" in why_not_captured(graph)) == is_left

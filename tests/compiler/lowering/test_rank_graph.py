@@ -12,6 +12,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.lowering.communication import use_operators
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
@@ -184,3 +185,14 @@ def test_rank_without_units_of_a_sum_adds_zeros_where_it_overflows(kind: str, tm
     with Session(tmp_path / "package") as session:
         found, expected = session.run(feeds), run_whole(tmp_path / "model.onnx", feeds)
     np.testing.assert_array_equal(found["y"], expected["y"])
+
+
+def test_value_that_another_rank_returns_is_no_output() -> None:
+    """Fusions leave outputs as they are, so a value that is no longer one must not be taken for one."""
+    x = ir.val("x", FLOAT, [1])
+    first = ir.node("Relu", [x])
+    last = ir.node("Neg", [first.outputs[0]])
+    first.outputs[0].name, last.outputs[0].name = "inner", "y"
+    graph = use_operators(ir.Graph([x], [first.outputs[0], last.outputs[0]], nodes=[first, last]), {"y"})
+    assert [value.name for value in graph.outputs] == ["y"]
+    assert not first.outputs[0].is_graph_output() and last.outputs[0].is_graph_output()

@@ -233,6 +233,15 @@ def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
 
 
+def test_one_head_stays_whole(tmp_path: Path) -> None:
+    """Values have the width of queries where no attribute gives another, so a rank can't have a part of it."""
+    b = Block()
+    weights = b.w("qkv", HIDDEN, 3 * WIDTH), b.w("bias", 3 * WIDTH)
+    project_back(b, b.op("com.microsoft.Attention", normed(b), *weights, num_heads=1))
+    for plan in check_split(b, tmp_path, (), whole={"qkv", "bias"}):
+        assert not any("did not hold" in warning for warning in plan.warnings), plan.warnings
+
+
 def test_norms_of_queries_and_of_keys_wait_for_one_sum(tmp_path: Path) -> None:
     for plan in check_split(with_normed_heads(), tmp_path, {*PROJECTIONS, "q scale", "k scale"}, sums=1):
         split = sharded(plan)
