@@ -25,6 +25,8 @@ from splitc.runtime.units import format_shape
 FARTHEST = 8
 # Operators that overwrite parts of their first input.
 SCATTERS = ("ScatterElements", "ScatterND", "TensorScatter")
+# Tells whether a search upstream ends at a node that makes this value.
+Ends = Callable[[ir.Node, ir.Value], bool]
 
 
 def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]:
@@ -39,12 +41,7 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
                 pairs[output] = value
     in_place = _find_in_place(pairs)
     return [
-        State(
-            pairs[output].name or "",
-            output.name or "",
-            _grows(pairs[output], output),
-            output in in_place,
-        )
+        State(pairs[output].name or "", output.name or "", _grows(pairs[output], output), output in in_place)
         for output in graph.graph.outputs
         if output in pairs
     ]
@@ -112,9 +109,9 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     without a residual), unless it is longer. And a model has an input and an output besides its states.
     """
     pairs = _overwritten(graph)
-    pairs |= _nearest(graph, pairs, _inputs_upstream, _is_alike)
+    pairs |= _nearest(graph, pairs, _is_product, _is_alike)
     if pairs:  # recurrences and token shift are only looked for in a model that has other states
-        pairs |= _nearest(graph, pairs, _inputs_above_products, _is_same)
+        pairs |= _nearest(graph, pairs, lambda node, value: _multiplies_by_weight(graph, node, value), _is_same)
         taken, ends = {*pairs, *pairs.values()}, (graph.graph.inputs, graph.graph.outputs)
         inputs, outputs = ([value for value in values if value not in taken] for values in ends)
         pairs |= find_shifted(graph, outputs, inputs, _is_same)
@@ -139,15 +136,18 @@ def _takes_in(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
 def _nearest(
     graph: Graph,
     known: Mapping[ir.Value, ir.Value],
-    upstream: Callable[[Graph, ir.Value], Iterable[tuple[int, ir.Value]]],
+    ends: Ends,
     may_follow: Callable[[ir.Value, ir.Value], bool],
 ) -> dict[ir.Value, ir.Value]:
-    """Further pairs of an output and the nearest input upstream that it may follow, beside the `known` ones."""
+    """Further pairs of an output and the nearest input upstream that it may follow, beside the `known` ones.
+
+    See `_inputs_upstream` for `ends`.
+    """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
         for output in graph.graph.outputs
         if output not in known
-        for order, (distance, value) in enumerate(upstream(graph, output))
+        for order, (distance, value) in enumerate(_inputs_upstream(graph, output, ends))
         if value not in known.values() and may_follow(value, output)
     )
     pairs: dict[ir.Value, ir.Value] = {}
@@ -211,29 +211,12 @@ def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
     return before.value != str(after) and not (fixed_size(before) is not None and isinstance(after, ir.SymbolicDim))
 
 
-def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
+def _inputs_upstream(graph: Graph, output: ir.Value, ends: Ends) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The search ends at products: a past is concatenated, written to, or updated elementwise. From an If it goes on to
+    The search `ends` at products: a past is concatenated, written to, or updated elementwise. From an If it goes on to
     what its branches compute this output from, and from an operator with states to the state alone.
     """
-
-    yield from _search_inputs(graph, output, _is_product)
-
-
-def _inputs_above_products(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
-    """As `_inputs_upstream`, but the search ends only at products with weights."""
-
-    def ends(node: ir.Node, value: ir.Value) -> bool:
-        return _is_product(node, value) and any(map(graph.is_constant, graph.reads.get(node, ())))
-
-    yield from _search_inputs(graph, output, ends)
-
-
-def _search_inputs(
-    graph: Graph, output: ir.Value, ends: Callable[[ir.Node, ir.Value], bool]
-) -> Iterator[tuple[int, ir.Value]]:
-    """As `_inputs_upstream`, where `ends` tells at which nodes, of which values, the search ends."""
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
         producer, number = value.producer(), value.index()
@@ -264,9 +247,8 @@ def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
     for node in graph.nodes[min(readers) : graph.position[producer] + 1]:
         reads = () if operator_of(node).reads_shape else graph.reads[node]
         if dependent := [multiplied[value] for value in reads if value in multiplied]:
-            has_weight = any(map(graph.is_constant, reads))
             for value in node.outputs:
-                multiplied[value] = any(dependent) or (has_weight and _is_product(node, value))
+                multiplied[value] = any(dependent) or _multiplies_by_weight(graph, node, value)
     return multiplied.get(present, False)
 
 
@@ -274,6 +256,11 @@ def _is_product(node: ir.Node, value: ir.Value) -> bool:
     """Whether a node's output is a product. Attention's first output is; its others are caches."""
     operator = operator_of(node)
     return value is node.outputs[0] if operator.is_attention else operator.is_product
+
+
+def _multiplies_by_weight(graph: Graph, node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node's output is a product with a weight."""
+    return _is_product(node, value) and any(map(graph.is_constant, graph.reads.get(node, ())))
 
 
 def _find_in_place(pairs: Mapping[ir.Value, ir.Value]) -> set[ir.Value]:
