@@ -24,7 +24,7 @@ from onnx_shape_inference import (
     registry,
 )
 
-from splitc.compiler.frontend.corrected_rules import CORRECTED, Rule
+from splitc.compiler.frontend.corrected_rules import Rule, corrected
 from splitc.compiler.frontend.folding import fold
 from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
@@ -254,9 +254,8 @@ def _own_registry() -> OpShapeInferenceRegistry:
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
     for domain, name, versions in registry.iter_supported():
         for version in versions if (f"{domain}.{name}" if domain else name) not in own else ():
-            rule = registry.get(domain, name, version)
-            corrected = CORRECTED.get((domain, name))
-            rules.register(domain, name, version)(_forgiving(corrected(rule) if corrected else rule))
+            rule = corrected(domain, name, registry.get(domain, name, version))
+            rules.register(domain, name, version)(_forgiving(rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
         if operator.shapes is not None:
