@@ -74,7 +74,8 @@ def _take_choices(model: ir.Model) -> int:
     A Where broadcasts its inputs, so it stays if the other input may make the result larger. Shapes are inferred for
     that, since the file's own may be wrong.
     """
-    choices = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
+    conditions = {node: known_array(node.inputs[0]) for node in model.graph if node.op_type == "Where"}
+    choices = {node: array.item() for node, array in conditions.items() if array is not None and array.size == 1}
     if not choices:
         return 0
     inferred = model.clone()
@@ -83,25 +84,15 @@ def _take_choices(model: ir.Model) -> int:
     values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *made)
     shapes = {value.name: value.shape for value in values}
     count = 0
-    for node in choices:
+    for node, is_true in choices.items():
         condition, first, second = node.inputs
-        taken, other = (first, second) if _truth(condition) else (second, first)
+        taken, other = (first, second) if is_true else (second, first)
         assert condition is not None and taken is not None and other is not None
         if _keeps_shape(*(shapes.get(value.name) for value in (taken, other, condition))):
             stand_in(node, node.outputs[0], taken)
             model.graph.remove(node, safe=True)
             count += 1
     return count
-
-
-def _is_known_choice(node: ir.Node) -> bool:
-    array = known_array(node.inputs[0])
-    return array is not None and array.size == 1
-
-
-def _truth(value: ir.Value | None) -> bool:
-    array = known_array(value)
-    return array is not None and bool(array.item())
 
 
 def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
