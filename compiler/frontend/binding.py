@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.normal_form import name_apart
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
-from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.shapes import infer_shapes, sizes_of
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.settings import setting_array
@@ -106,5 +106,5 @@ def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
 def _as_array(value: ir.Value, given: Any) -> Array:
     """The value as an array of the input's type and shape."""
     dtype = str(value.dtype.numpy()) if value.dtype is not None else "float32"
-    sizes = None if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
+    sizes = None if value.shape is None else sizes_of(value.shape)
     return setting_array(value.name or "", given, dtype, sizes)

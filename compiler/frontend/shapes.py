@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,10 +78,15 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
+def sizes_of(shape: Iterable[int | ir.SymbolicDimProtocol]) -> list[int | str | None]:
+    """A shape's sizes, as numbers or symbols; None for those that are not known."""
+    return [size if isinstance(size, int) else size.value for size in shape]
+
+
 def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     """A shape's sizes, as numbers or symbols; None unless all are known."""
-    sizes = None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
-    return None if sizes is None or None in sizes else sizes  # type: ignore[return-value]
+    known = [] if shape is None else [size for size in sizes_of(shape) if size is not None]
+    return None if shape is None or len(known) < len(shape) else tuple(known)
 
 
 def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:

@@ -13,6 +13,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
+from splitc.compiler.frontend.shapes import sizes_of
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
@@ -80,14 +81,10 @@ def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
             types = [end.dtype.name if end.dtype else "unknown" for end in (value, output)]
             raise MisuseError(f"{given}: the input takes {types[0]} and the output is {types[1]}")
         if value.shape is not None and output.shape is not None and not _may_follow(value.shape, output.shape):
-            shapes = " and the output is ".join(map(_shown, (value.shape, output.shape)))
+            shapes = " and the output is ".join(format_shape(sizes_of(shape)) for shape in (value.shape, output.shape))
             raise MisuseError(f"{given}: the input takes {shapes}")
         pairs[output] = value
     return pairs
-
-
-def _shown(shape: ir.Shape) -> str:
-    return format_shape([size if isinstance(size, int) else size.value for size in shape])
 
 
 def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
