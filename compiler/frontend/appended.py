@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import inner_shapes
+from splitc.compiler.frontend.inference import Shapes, inner_shapes
 from splitc.compiler.frontend.iterations import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx, made_by
-from splitc.compiler.frontend.sequences import Shapes
 
 
 @dataclass(frozen=True)

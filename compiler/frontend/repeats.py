@@ -6,13 +6,11 @@ and picks elements by a mask (NonZero, GatherND). The mask is true everywhere, b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
 from splitc.compiler.frontend.matching import (
     constant_numbers,
     filled_with,
@@ -22,8 +20,6 @@ from splitc.compiler.frontend.matching import (
     value_before,
 )
 
-# The shapes of values that inference finds, by name.
-Shapes = Mapping[str | None, ir.Shape]
 # What gives equal numbers if all that it reads are equal numbers.
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Max", "Min", "Neg")
 EXTREMES = ("ReduceMax", "ReduceMin")
@@ -31,13 +27,12 @@ EXTREMES = ("ReduceMax", "ReduceMin")
 
 def reshape_repeats(model: ir.Model) -> None:
     """Replace repeats whose numbers are all equal, in place."""
-    picks = [node for node in model.graph if is_onnx(node, "GatherND") and _mask_of(node) is not None]
-    if not picks:
+    picks = [node for node in model.graph if is_onnx(node, "GatherND")]
+    masks = {node: mask for node in picks if (mask := _mask_of(node)) is not None}
+    if not masks:
         return
     shapes, editor = shapes_by_onnx(model), Editor(model.graph)
-    for node in picks:
-        mask = _mask_of(node)
-        assert mask is not None
+    for node, mask in masks.items():
         if _counts_all(mask, shapes) and (shape := shapes.get(mask.name)) is not None:
             _reshape(node, mask, shape.rank(), editor)
     for node in [node for node in model.graph if is_onnx(node, *EXTREMES)]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
 from splitc.compiler.frontend.loops import NODES, Repeated, Unrolling, names_in
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.frontend.sequences import Shapes, parts_of
+from splitc.compiler.frontend.sequences import parts_of
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 
 

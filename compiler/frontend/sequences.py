@@ -6,13 +6,13 @@ replaced by what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import unused_name
@@ -23,7 +23,6 @@ OF_OPTIONALS = ("OptionalGetElement", "OptionalHasElement")
 # Behind the last value of any sequence.
 END = 1 << 62
 Names = set[str | None]
-Shapes = Mapping[str | None, ir.Shape]
 
 
 def replace_sequences(model: ir.Model) -> None:
