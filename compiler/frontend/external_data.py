@@ -117,7 +117,7 @@ class _Files:
         """The file of this location. Raises ModelError if it is outside the model's folder, or missing."""
         try:
             named = (self._folder / location).absolute()
-            inside = self._folder in (folder for folder in _without_dots(named).parents)
+            inside = self._folder in Path(os.path.normpath(named)).parents  # by its text, without following links
             file = Path(os.path.realpath(named))  # unlike resolve(), it takes links in a circle
             exists = file.is_file()
         except (OSError, ValueError) as error:  # names too long, or with a zero byte
@@ -134,17 +134,6 @@ class _Files:
         with file.open("rb"):  # raises the system's error if it can't be read
             pass
         return file
-
-
-def _without_dots(path: Path) -> Path:
-    """The path with `..` resolved in its text, without following links."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == "..":
-            parts = parts[:-1] or parts
-        else:
-            parts.append(part)
-    return Path(*parts)
 
 
 def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
