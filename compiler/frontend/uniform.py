@@ -48,7 +48,8 @@ def copy_selections(graph: ir.Graph) -> None:
     selections: dict[ir.Value, ir.Node] = {}
     for node in (node for node in graph if len(node.outputs) == 1):
         source = node.inputs[0] if node.inputs else None
-        is_part = source is not None and _selects(node) and (source in selections or _is_uniform_weight(source))
+        is_weight = source is not None and source.is_initializer()
+        is_part = source is not None and _selects(node) and (source in selections or (is_weight and is_uniform(source)))
         if is_part or _repeats_one(node, source) or _dequantizes_bias(node, source):
             selections[node.outputs[0]] = node
     names = {value.name for node in graph for value in node.outputs} if selections else set()
@@ -61,10 +62,6 @@ def _selects(node: ir.Node) -> bool:
     """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
     return (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
-
-
-def _is_uniform_weight(value: ir.Value) -> bool:
-    return value.is_initializer() and is_uniform(value)
 
 
 def _repeats_one(node: ir.Node, source: ir.Value | None) -> bool:
