@@ -89,7 +89,7 @@ def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | 
     return None if shape is None or len(known) < len(shape) else tuple(known)
 
 
-def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:
+def symbols_in(size: int | ir.SymbolicDim) -> frozenset[str]:
     """The symbols in a size; none for a number, and for an expression of shape inference that can't be parsed."""
     if isinstance(size, int) or not _is_readable(size):
         return frozenset()
