@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.origins import hand_over, origin_of, put_behind, stand_for
+from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
@@ -52,6 +54,17 @@ class Editor:
             name = unused_name(f"splitc_constant_{len(self._added)}", self.graph.initializers)
             self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
+
+    def name(self, named: ir.Value | ir.Node, name: str | None) -> None:
+        """Give a new value or node a name, or a similar one if another has it, also in a subgraph."""
+        named.name = unused_name(name, self._names)
+        self._names.add(named.name)
+
+    @cached_property
+    def _names(self) -> set[str | None]:
+        """The names of the graph's nodes and values, also of those in subgraphs."""
+        named = (one for node in all_nodes(self.graph) for one in (node, *node.inputs, *node.outputs))
+        return {one.name for one in named if one is not None}
 
     def numbers(self, *numbers: int) -> ir.Value:
         """A list of integers, such as sizes, as a constant."""

@@ -18,9 +18,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.iterations import LEADING, iterations, numbers_given
 from splitc.compiler.frontend.matching import is_onnx, source_through
-from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
+from splitc.compiler.frontend.reads import is_random, node_reads, subgraphs
 from splitc.compiler.frontend.unused import disconnect_subgraphs
-from splitc.compiler.nodes import unused_name
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
 # and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.
@@ -58,18 +57,12 @@ def unroll_loops(model: ir.Model) -> None:
     pending = [node for node in model.graph if is_onnx(node, *LOOPS)]
     if not pending or model.graph.opset_imports.get("", 0) < OPSET:
         return
-    unrolling, left = Unrolling(Editor(model.graph), names_in(model.graph)), NODES
+    unrolling, left = Unrolling(Editor(model.graph)), NODES
     while pending:
         repeated = _repeated(pending.pop())
         if repeated is not None and repeated.nodes <= left:
             left -= repeated.nodes
             pending += unrolling.unroll(repeated)
-
-
-def names_in(graph: ir.Graph) -> set[str | None]:
-    """The names of a graph's nodes and values, also of those in subgraphs."""
-    named = (one for node in all_nodes(graph) for one in (node, *node.inputs, *node.outputs))
-    return {one.name for one in named if one is not None}
 
 
 def _repeated(node: ir.Node) -> Repeated | None:
@@ -97,10 +90,9 @@ def _scans_otherwise(scan: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class Unrolling:
-    """Unrolls loops of a graph, whose values and nodes have these names."""
+    """Unrolls loops of the editor's graph."""
 
     editor: Editor
-    names: set[str | None]
 
     def unroll(self, loop: Repeated) -> list[ir.Node]:
         """Put copies of a loop's body in its place. Returns the loops in them."""
@@ -133,7 +125,7 @@ class Unrolling:
                 loop.body.remove(node)
                 self.editor.graph.insert_before(loop.node, node)
                 for one in (node, *_inside(node)):
-                    self._name(one, one.name or "")
+                    self.editor.name(one, one.name or "")
                 moved.append(node)
         return moved
 
@@ -156,20 +148,16 @@ class Unrolling:
         body.remove(nodes)
         self.editor.graph.insert_before(loop.node, nodes)
         for made in (one for node in nodes for one in (node, *_inside(node))):
-            self._name(made, f"{made.name}/{number}")
+            self.editor.name(made, f"{made.name}/{number}")
             for value in made.outputs:
                 if value.name:
-                    self._name(value, f"{value.name}/{number}")
+                    self.editor.name(value, f"{value.name}/{number}")
         return nodes, results
 
     def _before(self, loop: Repeated, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
         made = self.editor.before(loop.node, operator, *inputs, **attributes)
-        self._name(made, f"{loop.node.outputs[0].name}/{operator}")
+        self.editor.name(made, f"{loop.node.outputs[0].name}/{operator}")
         return made
-
-    def _name(self, named: ir.Value | ir.Node, name: str) -> None:
-        named.name = unused_name(name, self.names)
-        self.names.add(named.name)
 
     def _put(self, old: ir.Value, new: ir.Value, loop: Repeated) -> None:
         """Put a value in the place of the loop's output, under its name if the model gives it."""

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
-from splitc.compiler.frontend.loops import NODES, Repeated, Unrolling, names_in
+from splitc.compiler.frontend.loops import NODES, Repeated, Unrolling
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.sequences import parts_of
 from splitc.compiler.frontend.unused import disconnect_subgraphs
@@ -20,7 +20,7 @@ def unroll_maps(model: ir.Model) -> None:
     if not maps:
         return
     shapes, left = shapes_by_onnx(model), NODES
-    unrolling = Unrolling(Editor(model.graph), names_in(model.graph))
+    unrolling = Unrolling(Editor(model.graph))
     for node in maps:
         given = _given(node, unrolling, shapes)
         repeated = Repeated(node, len(given), (), ())
@@ -35,7 +35,7 @@ def _given(node: ir.Node, unrolling: Unrolling, shapes: Shapes) -> list[list[ir.
     Beside its first input, others may be sequences of as many parts, or one value for all copies.
     """
     read = [value for value in node.inputs if value is not None]
-    parts = [parts_of(value, unrolling.editor, shapes, unrolling.names) for value in read]
+    parts = [parts_of(value, unrolling.editor, shapes) for value in read]
     count = len(parts[0])
     for number, value in enumerate(read):
         if isinstance(value.type, ir.TensorType):
