@@ -9,7 +9,7 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import source_through, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
@@ -156,15 +156,9 @@ def _nearest(
 
 def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
     """The inputs of states that are made by scatters alone, which overwrite parts of the input, by their outputs."""
-
-    def written(value: ir.Value) -> Sequence[ir.Value]:
-        node = value.producer()
-        passes = node is not None and not node.domain and (node.op_type in ("Identity", *SCATTERS))
-        return [read for read in node.inputs[:1] if read is not None] if passes and node is not None else []
-
     pairs: dict[ir.Value, ir.Value] = {}
     for output in graph.graph.outputs:
-        *_, first = reached([output], written)
+        first = source_through(output, "Identity", *SCATTERS)
         is_past = first is not output and first.is_graph_input() and _is_alike(first, output)
         if is_past and first not in pairs.values():
             pairs[output] = first
@@ -173,8 +167,7 @@ def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
 
 def _passed_on(output: ir.Value) -> ir.Value | None:
     """The input that an output is, if nothing else reads it: a setting that belongs to a cache, such as its window."""
-    node = output.producer()
-    value = node.inputs[0] if node is not None and is_onnx(node, "Identity") else None
+    value = value_before(output, "Identity")
     return value if value is not None and value.is_graph_input() and len(value.uses()) == 1 else None
 
 
