@@ -35,9 +35,9 @@ class LinearLayer:
     weight: ir.Value
     nodes: tuple[ir.Node, ...]
     dtype: ir.DataType
-    is_transposed: bool = False
-    factor: float = 1.0
-    why_not: str = ""
+    is_transposed: bool
+    factor: float
+    why_not: str
     is_read_both_ways: bool = False
 
 
