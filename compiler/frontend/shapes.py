@@ -83,6 +83,13 @@ def sizes_of(shape: Iterable[int | ir.SymbolicDimProtocol]) -> list[int | str | 
     return [size if isinstance(size, int) else size.value for size in shape]
 
 
+def may_be_same(one: ir.Shape, other: ir.Shape | Shape) -> bool:
+    """Whether shapes have as many axes, and none that is one number in one and another number in the other."""
+    return len(one) == len(other) and all(
+        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(one, other, strict=True)
+    )
+
+
 def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     """A shape's sizes, as numbers or symbols; None unless all are known."""
     known = [] if shape is None else [size for size in sizes_of(shape) if size is not None]

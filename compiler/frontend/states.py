@@ -13,7 +13,7 @@ from splitc.compiler.frontend.matching import source_through, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
-from splitc.compiler.frontend.shapes import sizes_of
+from splitc.compiler.frontend.shapes import may_be_same, sizes_of
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
@@ -80,18 +80,11 @@ def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
         if value.dtype != output.dtype:
             types = [end.dtype.name if end.dtype else "unknown" for end in (value, output)]
             raise MisuseError(f"{given}: the input takes {types[0]} and the output is {types[1]}")
-        if value.shape is not None and output.shape is not None and not _may_follow(value.shape, output.shape):
+        if value.shape is not None and output.shape is not None and not may_be_same(value.shape, output.shape):
             shapes = " and the output is ".join(format_shape(sizes_of(shape)) for shape in (value.shape, output.shape))
             raise MisuseError(f"{given}: the input takes {shapes}")
         pairs[output] = value
     return pairs
-
-
-def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
-    """Whether an output of one shape can be an input of the other."""
-    return len(past) == len(present) and all(
-        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(past, present, strict=True)
-    )
 
 
 def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
