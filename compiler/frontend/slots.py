@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
+from splitc.compiler.frontend.linear_layers import find_linear_layers
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of, put_behind, take_place
@@ -69,7 +69,10 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
         if why := next(iter(reasons), "" if layer.layer.names else "it has no name"):
             without[layer.weight.name or ""] = why
             continue
-        a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
+        a, b = (
+            add_optional(graph.graph, _zeros(f"splitc.slot{len(slots)}.{which}", shape, layer.dtype, rank), shape)
+            for which, shape in zip("AB", _shapes(layer.layer), strict=True)
+        )
         for place in places:
             if isinstance(place, Place):
                 _graft(graph.graph, place, a, b)
@@ -77,14 +80,6 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
         slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
     return made, Grafted(tuple(slots), without)
-
-
-def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
-    values = []
-    for which, shape in zip("AB", _shapes(layer.layer), strict=True):
-        tensor = _zeros(f"{name}.{which}", shape, layer.dtype, rank)
-        values.append(add_optional(graph, tensor, ir.Shape(shape)))
-    return values[0], values[1]
 
 
 def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir.TensorProtocol:
