@@ -139,16 +139,23 @@ def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | No
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
 
+def sizes_of_symbols(graph: ir.Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The symbols of a graph's inputs, with their sizes in these shapes."""
+    symbols: dict[str, int] = {}
+    for value in graph.inputs:
+        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
+            # Some exporters write a number as a symbol: "4" is a dynamic length, unless its size is 4.
+            if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
+                symbols[size.value] = number
+    return symbols
+
+
 def reconcile(model: ir.Model, bound: BoundShapes) -> None:
     """Drop symbolic sizes that contradict the bound shapes, in place: inference is not always right.
 
     Engines rely on symbolic sizes, as do stages that read a size off another value.
     """
-    bindings: dict[str, int] = {}
-    for value in model.graph.inputs:
-        for size, number in zip(value.shape or (), bound.shapes[value.name or ""], strict=False):
-            if isinstance(size, ir.SymbolicDim) and size.value:
-                bindings[size.value] = number
+    bindings = sizes_of_symbols(model.graph, bound.shapes)
 
     @cache
     def agrees(size: int | ir.SymbolicDim, number: int) -> bool:
