@@ -76,10 +76,10 @@ def _shape_of(item: ir.Value, shapes: Shapes) -> ir.Shape | None:
 
 def _is_stack(node: ir.Node, shape: ir.Shape) -> bool:
     """Whether a node stacks items of this shape, or joins items of one row, of which all but one size are known."""
-    if not is_onnx(node, "ConcatFromSequence") or _adds_axis(node):
-        return is_onnx(node, "ConcatFromSequence")
-    is_first = len(shape) > 0 and node.attributes["axis"].as_int() in (0, -len(shape))
-    return is_first and shape[0] == 1 and _row(shape).count(-1) <= 1
+    if not is_onnx(node, "ConcatFromSequence"):
+        return False
+    is_row = len(shape) > 0 and shape[0] == 1 and _row(shape).count(-1) <= 1
+    return _adds_axis(node) or (is_row and node.attributes["axis"].as_int() in (0, -len(shape)))
 
 
 def _row(shape: ir.Shape) -> list[int]:
