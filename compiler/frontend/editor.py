@@ -141,10 +141,10 @@ class Editor:
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
-        """Replace a node by another one, each with one result. Returns the new result."""
+        """Replace a node, perhaps in a branch, by another one, each with one result. Returns the new result."""
         (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
-        ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])
+        ir.convenience.replace_nodes_and_values(_graph_of(node), node, [node], [replacement], [old], [new])
         return new
 
 
