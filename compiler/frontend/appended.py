@@ -105,7 +105,7 @@ def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
     inputs = [value for number, value in enumerate(loop.inputs) if number - LEADING not in places]
     attributes = list(loop.attributes.values())
     new = ir.Node("", "Loop", inputs, attributes, num_outputs=len(loop.outputs), name=loop.name)
-    editor.graph.insert_before(loop, new)
+    loop.prepend(new)
     kept = [value for number, value in enumerate(loop.outputs) if number not in places]
     for one, stacked in zip(lists, new.outputs[len(kept) :], strict=True):
         for node in one.stacks:

@@ -114,7 +114,7 @@ class Editor:
     ) -> ir.Value:
         """Insert a new node right before `node`, perhaps in a branch. Returns its result, of this type if given."""
         new = ir.node(operator, inputs, attributes, domain=domain)
-        _graph_of(node).insert_before(node, new)
+        node.prepend(new)
         new.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
         return new.outputs[0]
 
@@ -132,8 +132,7 @@ class Editor:
         The `suffix` is appended to the old value's name. The result has the old value's type, unless `dtype` is given.
         """
         node = ir.node(operator, inputs, attributes)
-        made_by = producer_of(old)
-        _graph_of(made_by).insert_after(made_by, node)
+        producer_of(old).append(node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
         new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
@@ -144,11 +143,6 @@ class Editor:
         """Replace a node, perhaps in a branch, by another one, each with one result. Returns the new result."""
         (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
-        ir.convenience.replace_nodes_and_values(_graph_of(node), node, [node], [replacement], [old], [new])
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [replacement], [old], [new])
         return new
-
-
-def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
-    """The graph that a node is in, or the branch."""
-    assert node.graph is not None
-    return node.graph

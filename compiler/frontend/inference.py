@@ -201,7 +201,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
             if value.const_value.size <= MOST_SIZES:
                 constant = ir.node("Constant", [], {"value": value.const_value})
                 constant.outputs[0].name = f"{value.name}/inside{place}.{number}"
-                node.graph.insert_before(node, constant)
+                node.prepend(constant)
                 node.replace_input_with(number, constant.outputs[0])
     return model
 

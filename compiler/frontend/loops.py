@@ -82,7 +82,7 @@ class Repeated:
             reads = any(value.graph is self.body for value in node_reads(node))
             if not reads and not is_random(node) and given.isdisjoint(node.outputs):
                 self.body.remove(node)
-                self.editor.graph.insert_before(self.node, node)
+                self.node.prepend(node)
                 for one in (node, *_inside(node)):
                     self.editor.name(one, one.name or "")
                 moved.append(node)
@@ -105,7 +105,7 @@ class Repeated:
         for inside, outside in replaced.items():
             inside.replace_all_uses_with(outside)
         body.remove(nodes)
-        self.editor.graph.insert_before(self.node, nodes)
+        self.node.prepend(nodes)
         for made in (one for node in nodes for one in (node, *_inside(node))):
             self.editor.name(made, f"{made.name}/{number}")
             for value in made.outputs:

@@ -42,7 +42,7 @@ def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> N
     """Split packed queries, keys and values before the operator."""
     counts = editor.numbers(heads[0] * size, heads[1] * size, heads[1] * size)
     split = ir.node("Split", [node.inputs[0], counts], {"axis": -1}, num_outputs=3)
-    editor.graph.insert_before(node, split)
+    node.prepend(split)
     for place, (made, role) in enumerate(zip(split.outputs, ("query", "key", "value"), strict=True)):
         made.name = f"{node.outputs[0].name}/{role}"
         node.replace_input_with(place, made)

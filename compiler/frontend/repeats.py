@@ -102,5 +102,5 @@ def _element(value: ir.Value, at: ir.Node, shapes: Shapes, editor: Editor) -> ir
         return editor.constant(filled_with(maker))
     read = [_element(one, at, shapes, editor) for one in maker.inputs if one is not None]
     made = ir.node(maker.op_type, read, attributes=maker.attributes)
-    editor.graph.insert_before(at, made)
+    at.prepend(made)
     return made.outputs[0]

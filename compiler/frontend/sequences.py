@@ -143,8 +143,7 @@ def _after(
     """The results of a new node that is inserted after `node`, with the attribute `axis`, or that of `node`."""
     number = node.attributes.get_int("axis", 0) if axis is None else axis
     new = ir.node(operator, inputs, {"axis": number}, num_outputs=count, name=node.name)
-    assert node.graph is not None
-    node.graph.insert_after(node, new)
+    node.append(new)
     for value in new.outputs:
         editor.name(value, node.outputs[0].name)
     return new.outputs

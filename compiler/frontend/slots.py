@@ -75,7 +75,7 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
         )
         for place in places:
             if isinstance(place, Place):
-                _graft(graph.graph, place, a, b)
+                _graft(place, a, b)
         optional += [a, b]
         slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
@@ -95,7 +95,7 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
     return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
-def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
+def _graft(place: Place, a: ir.Value, b: ir.Value) -> None:
     """Add the product of a layer's input with A and B to its result. The sum replaces the result."""
     made, attributes = place.last.outputs[0], place.node.attributes
     name = made.name or ""
@@ -106,7 +106,7 @@ def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
     down.meta[_INSIDE] = up.meta[_INSIDE] = True
-    graph.insert_after(place.last, [down, up, total])
+    place.last.append([down, up, total])
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
@@ -196,7 +196,7 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
         assert kept is not None
         if kept.producer() is None or len(kept.uses()) > 1:
             same = ir.node("Identity", [kept], name=node.name)
-            plain.insert_before(node, same)
+            node.prepend(same)
             kept = same.outputs[0]
         take_place(kept, total)
         plain.remove(node, safe=True)

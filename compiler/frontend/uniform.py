@@ -85,7 +85,7 @@ def _twin(node: ir.Node, editor: Editor) -> ir.Value:
     twin = ir.Node(
         node.domain, node.op_type, node.inputs, attributes, version=node.version, metadata_props=node.metadata_props
     )
-    editor.graph.insert_after(node, twin)
+    node.append(twin)
     (made,), (own,) = twin.outputs, node.outputs
     made.type, made.shape = own.type, own.shape
     editor.name(made, own.name)
