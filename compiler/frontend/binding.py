@@ -43,17 +43,14 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
         raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
     arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}
     used = [value for value in graph.inputs if value.uses()]
-    fixed = []
-    known = set()
-    for name, array in arrays.items():
-        fixed.append(Fixed(inputs[name], array))
-        known.add(_make_constant(graph, inputs[name], array))
+    known = {_make_constant(graph, inputs[name], array) for name, array in arrays.items()}
     with defaults_hidden(graph):
         while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
             name_apart(model)  # two branches may have used one name
         keep_folded(graph, known)
     remove_unused(graph)
-    return [*fixed, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
+    bound = (Fixed(inputs[name], array) for name, array in arrays.items())
+    return [*bound, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
