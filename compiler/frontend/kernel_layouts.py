@@ -63,7 +63,7 @@ class _Packed:
 
 
 def unpack_weights(model: ir.Model) -> bool:
-    """Bring weights to ONNX's layout, in place. They are computed when they are read. Whether there are any.
+    """Bring weights to ONNX's layout, in place. They are computed when they are read. Returns whether there are any.
 
     Weights stay as they are if something else reads them, if requests may override them, or if their layout is not
     certain: where a mixture does not tell it, only that of CUDA kernels has the numbers of one input together.

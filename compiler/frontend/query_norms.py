@@ -20,7 +20,7 @@ EPSILON = "qk_norm_epsilon"
 
 
 def take_out_norms(model: ir.Model) -> bool:
-    """Normalize queries and keys before the operator, in place. Whether there are any such norms."""
+    """Normalize queries and keys before the operator, in place. Returns whether there are any such norms."""
     editor, is_changed = Editor(model.graph), False
     for node in [node for node in model.graph if operator_name(node) == OPERATOR]:
         weights = [value for value in node.inputs[WEIGHTS] if value is not None and value.shape is not None]

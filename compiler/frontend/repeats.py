@@ -42,8 +42,8 @@ def reshape_repeats(model: ir.Model) -> None:
 def _mask_of(pick: ir.Node) -> ir.Value | None:
     """The mask of the elements that a GatherND picks; None if it picks others."""
     places = made_by(pick.inputs[1], "Transpose")
-    is_turned = places is not None and list(places.attributes.get_ints("perm", (1, 0))) == [1, 0]
-    if not is_turned or pick.attributes.get_int("batch_dims", 0) != 0:
+    is_transposed = places is not None and list(places.attributes.get_ints("perm", (1, 0))) == [1, 0]
+    if not is_transposed or pick.attributes.get_int("batch_dims", 0) != 0:
         return None
     return value_before(value_before(pick.inputs[1], "Transpose"), "NonZero")
 

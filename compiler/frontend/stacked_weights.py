@@ -13,7 +13,7 @@ from splitc.compiler.frontend.matching import constant_numbers, is_onnx, tensor_
 from splitc.compiler.frontend.optional import source_of
 
 
-def part_stacks(graph: ir.Graph) -> None:
+def split_stacks(graph: ir.Graph) -> None:
     """Replace weights that are read one part at a time, each at a fixed place of the first axis, in place."""
     editor = Editor(graph)
     for weight in list(graph.initializers.values()):
