@@ -244,7 +244,7 @@ def _of_certain_scales(rule: Rule, context: Any, node: ir.Node) -> None:
     scales = node.inputs[place] if len(node.inputs) == place + 1 else None
     if data is None or data.shape is None or made.shape is None or scales is None or scales.const_value is None:
         return
-    axes = node.attributes.get_ints("axes", range(len(data.shape)))
+    axes = [axis % len(data.shape) for axis in node.attributes.get_ints("axes", range(len(data.shape)))]
     factors = dict(zip(axes, np.asarray(scales.const_value.numpy(), np.float32), strict=False))
     pairs = enumerate(zip(data.shape, made.shape, strict=True))
     sizes = [size if _is_certain(old, size, factors.get(axis)) else None for axis, (old, size) in pairs]
