@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.compiler.frontend.in_memory import Given, ModelFile
+from splitc.compiler.frontend.in_memory import Given, model_file
 from splitc.compiler.modes.choosing import make_plan
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
@@ -30,7 +30,7 @@ def plan_model(model: Given, devices: str | Sequence[str | Device] = (), request
     CannotSplitError for a model that the mode can't split, DoesNotFitError if the devices can't hold the model. With
     `fallback`, the result is a plan in that mode and a warning, not a CannotSplitError.
     """
-    with ModelFile(model) as file:
-        plan = make_plan(file.path, devices, request, measure_blocks if request.profile else None)
-        file.keep(plan.analysis)
+    with model_file(model) as (path, keep):
+        plan = make_plan(path, devices, request, measure_blocks if request.profile else None)
+        keep(plan.analysis)
     return plan

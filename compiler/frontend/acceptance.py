@@ -131,7 +131,8 @@ def _repeated(graph: Graph) -> set[ir.Node]:
     for node in graph.nodes:
         if (key := node_key(node)) is not None:
             form = key, tuple(map(_known, node.inputs)), tuple(bool(value.name) for value in node.outputs)
-            repeated.update([node] if form in forms else [])
+            if form in forms:
+                repeated.add(node)
             forms.add(form)
     return repeated
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import all_nodes
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import operator_name, settings_of
 
 PRODUCTS = {"com.microsoft.FusedConv": "Conv", "com.microsoft.FusedGemm": "Gemm"}
 # The parameters of activations, in the order in which FusedConv lists them.
@@ -40,19 +40,15 @@ def take_out_activations(model: ir.Model) -> None:
 
 def _take_apart(node: ir.Node, editor: Editor) -> None:
     (made,) = node.outputs
-    rest = {name: own for name, own in node.attributes.items() if not name.startswith("activation")}
-    product = ir.Node("", PRODUCTS[operator_name(node)], node.inputs[:3], rest.values(), name=node.name)
-    nodes, value = [product], product.outputs[0]
-    value.name = f"{made.name}/product"
+    settings = {name: value for name, value in settings_of(node).items() if not name.startswith("activation")}
+    product = ir.node(PRODUCTS[operator_name(node)], node.inputs[:3], settings, name=node.name)
+    node.prepend(product)
+    (value,) = product.outputs
+    value.name, value.type, value.shape = f"{made.name}/product", made.type, made.shape
     if len(node.inputs) > 3 and node.inputs[3] is not None:
-        nodes.append(ir.node("Add", [value, node.inputs[3]]))
-        value = nodes[-1].outputs[0]
-        value.name = f"{made.name}/sum"
-    nodes.append(_activation(node, value, editor))
-    assert node.graph is not None
-    for before in nodes[:-1]:
-        before.outputs[0].type, before.outputs[0].shape = made.type, made.shape
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [made], nodes[-1].outputs)
+        value = editor.before(node, "Add", value, node.inputs[3])
+        value.name, value.type, value.shape = f"{made.name}/sum", made.type, made.shape
+    editor.replace(node, _activation(node, value, editor))
 
 
 def _activation(node: ir.Node, value: ir.Value, editor: Editor) -> ir.Node:

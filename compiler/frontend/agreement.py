@@ -68,14 +68,3 @@ def count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
         sizes = zip(own, one, other, strict=False)
         count += sum(a == b and not str(size).isdigit() for size, a, b in sizes)
     return count
-
-
-def sizes_of_symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
-    """The symbols of the inputs, with their given sizes."""
-    symbols: dict[str, int] = {}
-    for value in graph.graph.inputs:
-        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
-            # Some exporters write a number as a symbol: "4" is a dynamic length, unless its given size is 4.
-            if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
-                symbols[size.value] = number
-    return symbols

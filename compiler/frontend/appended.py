@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import inner_shapes
+from splitc.compiler.frontend.inference import Shapes, inner_shapes
 from splitc.compiler.frontend.iterations import GOES_ON, LEADING
 from splitc.compiler.frontend.matching import is_onnx, made_by
-from splitc.compiler.frontend.sequences import Shapes
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,10 @@ def _shape_of(item: ir.Value, shapes: Shapes) -> ir.Shape | None:
 
 def _is_stack(node: ir.Node, shape: ir.Shape) -> bool:
     """Whether a node stacks items of this shape, or joins items of one row, of which all but one size are known."""
-    if not is_onnx(node, "ConcatFromSequence") or _adds_axis(node):
-        return is_onnx(node, "ConcatFromSequence")
-    is_first = len(shape) > 0 and node.attributes["axis"].as_int() in (0, -len(shape))
-    return is_first and shape[0] == 1 and _row(shape).count(-1) <= 1
+    if not is_onnx(node, "ConcatFromSequence"):
+        return False
+    is_row = len(shape) > 0 and shape[0] == 1 and _row(shape).count(-1) <= 1
+    return _adds_axis(node) or (is_row and node.attributes["axis"].as_int() in (0, -len(shape)))
 
 
 def _row(shape: ir.Shape) -> list[int]:
@@ -106,7 +105,7 @@ def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
     inputs = [value for number, value in enumerate(loop.inputs) if number - LEADING not in places]
     attributes = list(loop.attributes.values())
     new = ir.Node("", "Loop", inputs, attributes, num_outputs=len(loop.outputs), name=loop.name)
-    editor.graph.insert_before(loop, new)
+    loop.prepend(new)
     kept = [value for number, value in enumerate(loop.outputs) if number not in places]
     for one, stacked in zip(lists, new.outputs[len(kept) :], strict=True):
         for node in one.stacks:

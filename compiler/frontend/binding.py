@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.normal_form import name_apart
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
-from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.shapes import infer_shapes, sizes_of
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.settings import setting_array
@@ -43,17 +43,14 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
         raise MisuseError(f"--set names '{unknown[0]}', and the model has no such input: it has {', '.join(inputs)}")
     arrays = {name: _as_array(inputs[name], value) for name, value in settings.items()}
     used = [value for value in graph.inputs if value.uses()]
-    fixed = []
-    known = set()
-    for name, array in arrays.items():
-        fixed.append(Fixed(inputs[name], array))
-        known.add(_make_constant(graph, inputs[name], array))
+    known = {_make_constant(graph, inputs[name], array) for name, array in arrays.items()}
     with defaults_hidden(graph):
         while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
             name_apart(model)  # two branches may have used one name
         keep_folded(graph, known)
     remove_unused(graph)
-    return [*fixed, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
+    bound = (Fixed(inputs[name], array) for name, array in arrays.items())
+    return [*bound, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
@@ -74,7 +71,8 @@ def _take_choices(model: ir.Model) -> int:
     A Where broadcasts its inputs, so it stays if the other input may make the result larger. Shapes are inferred for
     that, since the file's own may be wrong.
     """
-    choices = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
+    conditions = {node: known_array(node.inputs[0]) for node in model.graph if node.op_type == "Where"}
+    choices = {node: array.item() for node, array in conditions.items() if array is not None and array.size == 1}
     if not choices:
         return 0
     inferred = model.clone()
@@ -83,25 +81,15 @@ def _take_choices(model: ir.Model) -> int:
     values = (*inferred.graph.inputs, *inferred.graph.initializers.values(), *made)
     shapes = {value.name: value.shape for value in values}
     count = 0
-    for node in choices:
+    for node, is_true in choices.items():
         condition, first, second = node.inputs
-        taken, other = (first, second) if _truth(condition) else (second, first)
+        taken, other = (first, second) if is_true else (second, first)
         assert condition is not None and taken is not None and other is not None
         if _keeps_shape(*(shapes.get(value.name) for value in (taken, other, condition))):
             stand_in(node, node.outputs[0], taken)
             model.graph.remove(node, safe=True)
             count += 1
     return count
-
-
-def _is_known_choice(node: ir.Node) -> bool:
-    array = known_array(node.inputs[0])
-    return array is not None and array.size == 1
-
-
-def _truth(value: ir.Value | None) -> bool:
-    array = known_array(value)
-    return array is not None and bool(array.item())
 
 
 def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
@@ -115,5 +103,5 @@ def _keeps_shape(own: ir.Shape | None, *others: ir.Shape | None) -> bool:
 def _as_array(value: ir.Value, given: Any) -> Array:
     """The value as an array of the input's type and shape."""
     dtype = str(value.dtype.numpy()) if value.dtype is not None else "float32"
-    sizes = None if value.shape is None else [size if isinstance(size, int) else size.value for size in value.shape]
+    sizes = None if value.shape is None else sizes_of(value.shape)
     return setting_array(value.name or "", given, dtype, sizes)

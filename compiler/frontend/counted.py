@@ -19,13 +19,14 @@ RANGE = 11
 
 def count_by_range(model: ir.Model) -> None:
     """Replace NonZero of lists that are filled with a number other than 0, in place."""
-    counted = [node for node in model.graph if is_onnx(node, "NonZero") and _filled(node) is not None]
+    lists = [node for node in model.graph if is_onnx(node, "NonZero")]
+    counted = {node: sizes for node in lists if (sizes := _filled(node)) is not None}
     if not counted or model.opset_imports.get("", 1) < RANGE:
         return
     shapes, editor = shapes_by_onnx(model), Editor(model.graph)
-    for node in counted:
-        shape, sizes = shapes.get(node.inputs[0].name if node.inputs[0] else None), _filled(node)
-        if shape is not None and shape.rank() == 1 and sizes is not None:
+    for node, sizes in counted.items():
+        shape = shapes.get(node.inputs[0].name if node.inputs[0] else None)
+        if shape is not None and shape.rank() == 1:
             first, step = (editor.constant(np.array(number, np.int64)) for number in (0, 1))
             numbers = editor.before(node, "Range", first, editor.before(node, "Squeeze", sizes), step)
             editor.replace(node, ir.node("Reshape", [numbers, editor.numbers(1, -1)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.origins import hand_over, origin_of, put_behind, stand_for
+from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
@@ -52,6 +54,17 @@ class Editor:
             name = unused_name(f"splitc_constant_{len(self._added)}", self.graph.initializers)
             self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
+
+    def name(self, named: ir.Value | ir.Node, name: str | None) -> None:
+        """Give a new value or node a name, or a similar one if another has it, also in a subgraph."""
+        named.name = unused_name(name, self._names)
+        self._names.add(named.name)
+
+    @cached_property
+    def _names(self) -> set[str | None]:
+        """The names of the graph's nodes and values, also of those in subgraphs."""
+        named = (one for node in all_nodes(self.graph) for one in (node, *node.inputs, *node.outputs))
+        return {one.name for one in named if one is not None}
 
     def numbers(self, *numbers: int) -> ir.Value:
         """A list of integers, such as sizes, as a constant."""
@@ -101,7 +114,7 @@ class Editor:
     ) -> ir.Value:
         """Insert a new node right before `node`, perhaps in a branch. Returns its result, of this type if given."""
         new = ir.node(operator, inputs, attributes, domain=domain)
-        _graph_of(node).insert_before(node, new)
+        node.prepend(new)
         new.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
         return new.outputs[0]
 
@@ -119,8 +132,7 @@ class Editor:
         The `suffix` is appended to the old value's name. The result has the old value's type, unless `dtype` is given.
         """
         node = ir.node(operator, inputs, attributes)
-        made_by = producer_of(old)
-        _graph_of(made_by).insert_after(made_by, node)
+        producer_of(old).append(node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
         new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
@@ -128,14 +140,9 @@ class Editor:
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:
-        """Replace a node by another one, each with one result. Returns the new result."""
+        """Replace a node, perhaps in a branch, by another one, each with one result. Returns the new result."""
         (old,), (new,) = node.outputs, replacement.outputs
         stand_for(new, origin_of(old))
-        ir.convenience.replace_nodes_and_values(self.graph, node, [node], [replacement], [old], [new])
+        assert node.graph is not None
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], [replacement], [old], [new])
         return new
-
-
-def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
-    """The graph that a node is in, or the branch."""
-    assert node.graph is not None
-    return node.graph

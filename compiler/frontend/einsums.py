@@ -21,8 +21,8 @@ def multiply_by_matrices(graph: ir.Graph) -> None:
         factors = _factors(node)
         if factors is None:
             continue
-        data, weight, is_turned = factors
-        if is_turned:
+        data, weight, is_transposed = factors
+        if is_transposed:
             weight = editor.before(node, "Transpose", weight, dtype=weight.dtype, perm=[1, 0])
         editor.replace(node, ir.node("MatMul", [data, weight], name=node.name))
 

@@ -19,6 +19,10 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.protos import Contents
 
+# A weight of at most this many bytes is small: a list of sizes, a scale. It stays in the ONNX file, where constant
+# folding and shape inference see it. The number is onnx's own, for models with external data (`size_threshold`).
+SMALL = 1024
+
 
 def check_external_data(contents: Contents, path: Path, trusted: bool = False) -> frozenset[Path]:
     """Check that each tensor of the model lies completely in a file below the model's folder. Returns these files.
@@ -28,17 +32,13 @@ def check_external_data(contents: Contents, path: Path, trusted: bool = False) -
     ModelError, which names the tensor.
     """
     files = _Files(path, trusted)
-    weights = list(filter(uses_external_data, _weights(contents)))
+    weights = list(filter(uses_external_data, chain.from_iterable(graph.initializer for graph in contents.graphs)))
     others = list(filter(uses_external_data, _others(contents)))
     for tensor in (*weights, *others):
         files.check(tensor)
     for tensor in others:
         files.read(tensor)
     return files.checked
-
-
-def _weights(contents: Contents) -> Iterator[onnx.TensorProto]:
-    return chain.from_iterable(graph.initializer for graph in contents.graphs)
 
 
 def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
@@ -56,11 +56,6 @@ def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
             yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
         for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
-
-
-# A weight of at most this many bytes is small: a list of sizes, a scale. It stays in the ONNX file, where constant
-# folding and shape inference see it. The number is onnx's own, for models with external data (`size_threshold`).
-SMALL = 1024
 
 
 class _Files:
@@ -117,7 +112,7 @@ class _Files:
         """The file of this location. Raises ModelError if it is outside the model's folder, or missing."""
         try:
             named = (self._folder / location).absolute()
-            inside = self._folder in (folder for folder in _without_dots(named).parents)
+            inside = self._folder in Path(os.path.normpath(named)).parents  # by its text, without following links
             file = Path(os.path.realpath(named))  # unlike resolve(), it takes links in a circle
             exists = file.is_file()
         except (OSError, ValueError) as error:  # names too long, or with a zero byte
@@ -134,17 +129,6 @@ class _Files:
         with file.open("rb"):  # raises the system's error if it can't be read
             pass
         return file
-
-
-def _without_dots(path: Path) -> Path:
-    """The path with `..` resolved in its text, without following links."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == "..":
-            parts = parts[:-1] or parts
-        else:
-            parts.append(part)
-    return Path(*parts)
 
 
 def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:

@@ -159,7 +159,7 @@ def take_branches(graph: ir.Graph) -> int:
         inner = list(branch)
         branch.outputs.clear()
         branch.remove(inner)
-        graph.insert_before(node, inner)
+        node.prepend(inner)
         own = {value for node_inside in inner for value in node_inside.outputs}
         for old, new in zip(node.outputs, outputs, strict=True):
             new.shape = _named_sizes(new.shape, old.shape)
@@ -194,8 +194,7 @@ def stand_in(node: ir.Node, old: ir.Value, new: ir.Value, rename: bool = False) 
     """Replace a node's output by another value: renamed if `rename`, else through an Identity with the old name."""
     if not rename:
         identity = ir.node("Identity", [new])
-        assert node.graph is not None
-        node.graph.insert_before(node, identity)
+        node.prepend(identity)
         identity.outputs[0].type, identity.outputs[0].shape = new.type, new.shape
         new = identity.outputs[0]
     new.name, old.name = old.name, None

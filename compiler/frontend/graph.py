@@ -21,6 +21,7 @@ from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
 from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.frontend.shapes import sizes_of
 from splitc.compiler.frontend.walks import computed_from_weights, producers
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.files import hash_file
@@ -81,9 +82,8 @@ class Graph:
         if shape is None:
             return None
         is_written = value.is_graph_input() or (value.name or "") in self.declared
-        sizes = [size if isinstance(size, int) else size.value for size in shape]
-        known = [size for size in sizes if isinstance(size, int) or (is_written and size is not None)]
-        return known if len(known) == len(sizes) else None
+        known = [size for size in sizes_of(shape) if isinstance(size, int) or (is_written and size is not None)]
+        return known if len(known) == len(shape) else None
 
     @cached_property
     def position(self) -> Mapping[ir.Node, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from weakref import finalize
@@ -16,42 +18,23 @@ from splitc.runtime.errors import MisuseError
 Given = str | Path | onnx.ModelProto | ir.Model
 
 
-class ModelFile:
-    """The file of a model: its own, or one in a temporary folder.
+@contextmanager
+def model_file(model: Given) -> Iterator[tuple[Path, Callable[[object], object]]]:
+    """The path of a model's file: its own, or one in a temporary folder, which exists inside the context.
 
-    As a context, the folder exists until its end, or as long as the object that was given to `keep`.
+    The second result is a function that keeps the folder as long as an object exists, which reads the weights later.
     """
-
-    def __init__(self, model: Given) -> None:
-        if not isinstance(model, str | Path | onnx.ModelProto | ir.Model):
-            raise MisuseError(
-                f"a model is a path, an onnx.ModelProto or an onnx_ir.Model, and this is of type {type(model).__name__}"
-            )
-        self._model = model
-        self._folder: TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> ModelFile:
-        if isinstance(self._model, str | Path):
-            self.path = Path(self._model)
-            return self
-        self._folder = TemporaryDirectory(prefix="splitc-")
-        self.path = Path(self._folder.name) / "model.onnx"
-        try:
-            _write(self._model, self.path)
-        except BaseException:
-            self._folder.cleanup()
-            raise
-        return self
-
-    def keep(self, user: object) -> None:
-        """Keep the file as long as `user` exists, which reads the weights later."""
-        if self._folder is not None:
-            finalize(user, self._folder.cleanup)
-            self._folder = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+    if isinstance(model, str | Path):
+        yield Path(model), lambda user: None
+        return
+    if not isinstance(model, onnx.ModelProto | ir.Model):
+        raise MisuseError(
+            f"a model is a path, an onnx.ModelProto or an onnx_ir.Model, and this is of type {type(model).__name__}"
+        )
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(TemporaryDirectory(prefix="splitc-")), "model.onnx")
+        _write(model, path)
+        yield path, lambda user: finalize(user, stack.pop_all().close)
 
 
 def _write(model: onnx.ModelProto | ir.Model, path: Path) -> None:

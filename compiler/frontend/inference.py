@@ -24,7 +24,7 @@ from onnx_shape_inference import (
     registry,
 )
 
-from splitc.compiler.frontend.corrected_rules import CORRECTED, Rule
+from splitc.compiler.frontend.corrected_rules import Rule, corrected
 from splitc.compiler.frontend.folding import fold
 from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # The dtypes of values of unknown type.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
+# The shapes that ONNX's own inference finds, by the names of values.
+Shapes = Mapping[str | None, ir.Shape]
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
@@ -179,10 +181,8 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
     if len(counts) < len(values):
-        inferred = inferred_by_onnx(_with_constants_inside(model.clone()))
-        shapes = {value.name: value.shape for node in inferred.graph for value in node.outputs}
-        others = ((value, shapes.get(value.name)) for value in values if value not in counts)
-        counts.update({value: len(shape) for value, shape in others if shape is not None})
+        shapes = inner_shapes(model)
+        counts |= {value: len(shapes[value.name]) for value in values if value not in counts and value.name in shapes}
     return counts
 
 
@@ -201,7 +201,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
             if value.const_value.size <= MOST_SIZES:
                 constant = ir.node("Constant", [], {"value": value.const_value})
                 constant.outputs[0].name = f"{value.name}/inside{place}.{number}"
-                node.graph.insert_before(node, constant)
+                node.prepend(constant)
                 node.replace_input_with(number, constant.outputs[0])
     return model
 
@@ -216,14 +216,14 @@ def add_types(model: ir.Model) -> None:
             value.type = None
 
 
-def shapes_by_onnx(model: ir.Model) -> dict[str | None, ir.Shape]:
+def shapes_by_onnx(model: ir.Model) -> Shapes:
     """The shapes of values by name, as far as ONNX's own inference finds them without those of dynamic inputs."""
     graph = inferred_by_onnx(model.clone()).graph
     values = chain(graph.inputs, graph.initializers.values(), (value for node in graph for value in node.outputs))
     return {value.name: value.shape for value in values if value.shape is not None}
 
 
-def inner_shapes(model: ir.Model) -> dict[str | None, ir.Shape]:
+def inner_shapes(model: ir.Model) -> Shapes:
     """The shapes of computed values by name, as by `shapes_by_onnx`, also of those in subgraphs."""
     nodes = all_nodes(inferred_by_onnx(_with_constants_inside(model.clone())).graph)
     return {value.name: value.shape for node in nodes for value in node.outputs if value.shape is not None}
@@ -254,9 +254,8 @@ def _own_registry() -> OpShapeInferenceRegistry:
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
     for domain, name, versions in registry.iter_supported():
         for version in versions if (f"{domain}.{name}" if domain else name) not in own else ():
-            rule = registry.get(domain, name, version)
-            corrected = CORRECTED.get((domain, name))
-            rules.register(domain, name, version)(_forgiving(corrected(rule) if corrected else rule))
+            rule = corrected(domain, name, registry.get(domain, name, version))
+            rules.register(domain, name, version)(_forgiving(rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
         if operator.shapes is not None:

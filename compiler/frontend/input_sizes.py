@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.shapes import evaluate_size
+from splitc.compiler.frontend.shapes import evaluate_size, may_be_same, sizes_of
 from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
@@ -136,13 +136,8 @@ def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> 
         if not all(map(check_size, shape)):  # from Python: the command line reads no such text
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}: sizes go from 0 to {LARGEST:,}")
         declared = inputs[name].shape
-        if declared is None:
-            continue
-        same_rank = len(declared) == len(shape)
-        if not same_rank or any(
-            isinstance(want, int) and want != size for want, size in zip(declared, shape, strict=True)
-        ):
-            want = format_shape([size if isinstance(size, int) else size.value for size in declared])
+        if declared is not None and not may_be_same(declared, shape):
+            want = format_shape(sizes_of(declared))
             raise MisuseError(f"--shapes gives '{name}' as {format_shape(shape)}, and the model takes {want}")
 
 

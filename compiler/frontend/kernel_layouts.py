@@ -63,7 +63,7 @@ class _Packed:
 
 
 def unpack_weights(model: ir.Model) -> bool:
-    """Bring weights to ONNX's layout, in place. They are computed when they are read. Whether there are any.
+    """Bring weights to ONNX's layout, in place. They are computed when they are read. Returns whether there are any.
 
     Weights stay as they are if something else reads them, if requests may override them, or if their layout is not
     certain: where a mixture does not tell it, only that of CUDA kernels has the numbers of one input together.
@@ -104,14 +104,13 @@ def _own(value: ir.Value | None) -> ir.TensorProtocol | None:
 def _projections(node: ir.Node) -> Iterator[_Packed]:
     """The weights of a node's projections; none if one is not known to be a weight of its own in integers."""
     made = []
-    outputs = [_outputs(node, scales) for _, scales, _ in PROJECTIONS]
     if node.attributes.get_string("quant_type", "int") != "int":
         return
-    for number, (place, _, attribute) in enumerate(PROJECTIONS):
+    for place, scales, attribute in PROJECTIONS:
         value = node.inputs[place] if place < len(node.inputs) else None
         if value is None:
             continue
-        tensor, rows = _own(value), outputs[number]
+        tensor, rows = _own(value), _outputs(node, scales)
         bits = node.attributes.get_int(attribute, node.attributes.get_int("expert_weight_bits", 4))
         if tensor is None or rows is None or len(tensor.shape) != 3:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -35,9 +35,9 @@ class LinearLayer:
     weight: ir.Value
     nodes: tuple[ir.Node, ...]
     dtype: ir.DataType
-    is_transposed: bool = False
-    factor: float = 1.0
-    why_not: str = ""
+    is_transposed: bool
+    factor: float
+    why_not: str
     is_read_both_ways: bool = False
 
 
@@ -71,15 +71,28 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
             return None
         weight = maker.inputs[0]
     shape = shape_of(weight) if known_weight(weight) is not None else ()
-    layer = None if len(shape) < 2 else reader(node, weight, shape, transposed)
-    if layer is None:
+    multiplied = None if len(shape) < 2 else reader(node, shape, transposed)
+    if multiplied is None:
         return None
-    dtype = dtype or layer.dtype
+    dtype = dtype or next((value.dtype for value in node.inputs[2:3] if value is not None), None)  # a scale's, or bias'
+    dtype = dtype or weight.dtype or ir.DataType.FLOAT
     if not dtype.is_floating_point():
         if not quantized:
             return None
         dtype = ir.DataType.FLOAT  # dynamically quantized inputs are always of this type
-    return replace(layer, why_not=QUANTIZED if quantized else layer.why_not, dtype=dtype)
+    sizes, is_transposed, factor = multiplied
+    layer = replace(sizes, names=tuple(dict.fromkeys(_names(node, weight))))
+    return LinearLayer(layer, weight, (node,), dtype, is_transposed, factor, _why_not(node, weight, quantized))
+
+
+def _why_not(node: ir.Node, weight: ir.Value, quantized: bool) -> str:
+    """Why no adapter can be added to the weight of this node; "" if one can."""
+    groups = node.attributes.get_int("group", 1)
+    if quantized:
+        return QUANTIZED
+    if groups != 1:
+        return f"its convolution has {groups} groups"
+    return "its weight has other readers" if len(weight.uses()) > 1 else ""
 
 
 def _is_transpose(node: ir.Node) -> bool:
@@ -88,32 +101,29 @@ def _is_transpose(node: ir.Node) -> bool:
     return is_onnx(node, "Transpose") and (order is None or list(order) == [1, 0])
 
 
-def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
+# A layer without names, and `LinearLayer`'s `is_transposed` and `factor`.
+_Multiplied = tuple[Layer, bool, float]
+
+
+def _product(node: ir.Node, shape: Sequence[int], transposed: bool) -> _Multiplied | None:
     if len(shape) != 2:
         return None
     transposes = bool(node.attributes.get_int("transB", 0)) != transposed
-    factor = node.attributes.get_float("alpha", 1.0)
     inputs, outputs = shape[::-1] if transposes else shape
-    return _made(node, weight, Layer((), inputs, outputs), not transposes, factor)
+    return Layer((), inputs, outputs), not transposes, node.attributes.get_float("alpha", 1.0)
 
 
-def _convolution(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
-    if transposed:  # all axes are in reverse
-        return None
+def _convolution(node: ir.Node, shape: Sequence[int], transposed: bool) -> _Multiplied | None:
     outputs, inputs, *kernel = shape
-    groups = node.attributes.get_int("group", 1)
-    why = f"its convolution has {groups} groups" if groups != 1 else ""
-    return _made(node, weight, Layer((), inputs, outputs, tuple(kernel)), False, 1.0, why)
+    return None if transposed else (Layer((), inputs, outputs, tuple(kernel)), False, 1.0)  # all axes are in reverse
 
 
-def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], transposed: bool) -> LinearLayer | None:
-    inputs, outputs = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
-    return _made(node, weight, Layer((), inputs, outputs), False, 1.0, QUANTIZED)
+def _packed(node: ir.Node, shape: Sequence[int], transposed: bool) -> _Multiplied | None:
+    return Layer((), node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)), False, 1.0
 
 
-_Reader = Callable[[ir.Node, ir.Value, tuple[int, ...], bool], LinearLayer | None]
 # By operator: the function that reads a layer, the index of the weight among its inputs, and whether it is quantized.
-_READERS: dict[tuple[str, str], tuple[_Reader, int, bool]] = {
+_READERS: dict[tuple[str, str], tuple[Callable[[ir.Node, Sequence[int], bool], _Multiplied | None], int, bool]] = {
     ("", "MatMul"): (_product, 1, False),
     ("", "Gemm"): (_product, 1, False),
     ("com.microsoft", "FusedMatMul"): (_product, 1, False),
@@ -126,18 +136,6 @@ _READERS: dict[tuple[str, str], tuple[_Reader, int, bool]] = {
     ("", "QLinearMatMul"): (_product, 3, True),
     ("", "QLinearConv"): (_convolution, 3, True),
 }
-
-
-def _made(
-    node: ir.Node, weight: ir.Value, sizes: Layer, is_transposed: bool, factor: float, why_not: str = ""
-) -> LinearLayer:
-    names = tuple(dict.fromkeys(_names(node, weight)))
-    if not why_not and len(weight.uses()) > 1:
-        why_not = "its weight has other readers"
-    layer = Layer(names, sizes.inputs, sizes.outputs, sizes.kernel)
-    dtype = next((value.dtype for value in node.inputs[2:3] if value is not None), None)  # of scales, or of a bias
-    dtype = dtype or weight.dtype or ir.DataType.FLOAT
-    return LinearLayer(layer, weight, (node,), dtype, is_transposed, factor, why_not)
 
 
 def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:

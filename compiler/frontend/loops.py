@@ -18,9 +18,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.iterations import LEADING, iterations, numbers_given
 from splitc.compiler.frontend.matching import is_onnx, source_through
-from splitc.compiler.frontend.reads import all_nodes, is_random, node_reads, subgraphs
+from splitc.compiler.frontend.reads import is_random, node_reads, subgraphs
 from splitc.compiler.frontend.unused import disconnect_subgraphs
-from splitc.compiler.nodes import unused_name
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
 # and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.
@@ -36,12 +35,14 @@ class Repeated:
 
     - `carried`: the initial values of its state variables.
     - `parted`: the inputs of which each iteration of a Scan reads one element along the first axis.
+    - `editor`: of the main graph, which the node is in.
     """
 
     node: ir.Node
     count: int
     carried: Sequence[ir.Value]
     parted: Sequence[ir.Value]
+    editor: Editor
 
     @property
     def body(self) -> ir.Graph:
@@ -52,27 +53,94 @@ class Repeated:
         """The number of nodes of all copies."""
         return self.count * sum(1 for _ in self.body.all_nodes())
 
+    def unroll(self) -> list[ir.Node]:
+        """Put copies of the body in the loop's place. Returns the loops in them."""
+        states, lead = len(self.carried), int(self.node.op_type == "Loop")
+        _hand_on(self.body)
+        inner = [one for one in self._moved_out() if is_onnx(one, *LOOPS)]
+        carried = list(self.carried)
+        scanned: list[list[ir.Value]] = [[] for _ in self.body.outputs[lead + states :]]
+        for number in range(self.count):
+            given = [*self._numbers(number), *carried, *(self._part(one, number) for one in self.parted)]
+            made, results = self.copy(given, number)
+            inner += [one for one in made if is_onnx(one, *LOOPS)]
+            carried = results[lead : lead + states]
+            for parts, part in zip(scanned, results[lead + states :], strict=True):
+                axes, attributes = self.editor.lists("Unsqueeze", axes=[0])
+                parts.append(self._before("Unsqueeze", part, *axes, **attributes))
+        joined = [self._before("Concat", *parts, axis=0) for parts in scanned]
+        for old, new in zip(self.node.outputs, [*carried, *joined], strict=True):
+            self._put(old, new)
+        disconnect_subgraphs(self.node)  # which would still read weights
+        self.editor.graph.remove(self.node, safe=True)
+        return inner
+
+    def _moved_out(self) -> list[ir.Node]:
+        """Put before the loop what each iteration computes alike, as a cell's weights in an LSTM's layout."""
+        given, moved = set(self.body.outputs), list[ir.Node]()
+        for node in list(self.body):
+            reads = any(value.graph is self.body for value in node_reads(node))
+            if not reads and not is_random(node) and given.isdisjoint(node.outputs):
+                self.body.remove(node)
+                self.node.prepend(node)
+                for one in (node, *_inside(node)):
+                    self.editor.name(one, one.name or "")
+                moved.append(node)
+        return moved
+
+    def _numbers(self, number: int) -> list[ir.Value]:
+        """What a Loop tells its body."""
+        numbers = numbers_given(self.body, number) if self.node.op_type == "Loop" else []
+        return [self.editor.constant(array) for array in numbers]
+
+    def _part(self, value: ir.Value, number: int) -> ir.Value:
+        return self._before("Gather", value, self.editor.constant(np.array(number, np.int64)), axis=0)
+
+    def copy(self, given: Sequence[ir.Value], number: int) -> tuple[list[ir.Node], list[ir.Value]]:
+        """The nodes of a copy of the body, before the loop, and its results."""
+        body = self.body.clone(allow_outer_scope_values=True)
+        replaced = dict(zip(body.inputs, given, strict=True))
+        results, nodes = [replaced.get(value, value) for value in body.outputs], list(body)
+        body.outputs.clear()  # a value that is only handed on has no node
+        for inside, outside in replaced.items():
+            inside.replace_all_uses_with(outside)
+        body.remove(nodes)
+        self.node.prepend(nodes)
+        for made in (one for node in nodes for one in (node, *_inside(node))):
+            self.editor.name(made, f"{made.name}/{number}")
+            for value in made.outputs:
+                if value.name:
+                    self.editor.name(value, f"{value.name}/{number}")
+        return nodes, results
+
+    def _before(self, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        made = self.editor.before(self.node, operator, *inputs, **attributes)
+        self.editor.name(made, f"{self.node.outputs[0].name}/{operator}")
+        return made
+
+    def _put(self, old: ir.Value, new: ir.Value) -> None:
+        """Put a value in the place of the loop's output, under its name if the model gives it."""
+        if old.is_graph_output():
+            name, old.name = old.name, None
+            new = self.editor.before(self.node, "Identity", new)
+            new.name, new.type, new.shape = name, old.type, old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+
 
 def unroll_loops(model: ir.Model) -> None:
     """Replace loops with a fixed number of iterations, in place. Loops in their bodies are replaced after them."""
     pending = [node for node in model.graph if is_onnx(node, *LOOPS)]
     if not pending or model.graph.opset_imports.get("", 0) < OPSET:
         return
-    unrolling, left = Unrolling(Editor(model.graph), names_in(model.graph)), NODES
+    editor, left = Editor(model.graph), NODES
     while pending:
-        repeated = _repeated(pending.pop())
+        repeated = _repeated(pending.pop(), editor)
         if repeated is not None and repeated.nodes <= left:
             left -= repeated.nodes
-            pending += unrolling.unroll(repeated)
+            pending += repeated.unroll()
 
 
-def names_in(graph: ir.Graph) -> set[str | None]:
-    """The names of a graph's nodes and values, also of those in subgraphs."""
-    named = (one for node in all_nodes(graph) for one in (node, *node.inputs, *node.outputs))
-    return {one.name for one in named if one is not None}
-
-
-def _repeated(node: ir.Node) -> Repeated | None:
+def _repeated(node: ir.Node, editor: Editor) -> Repeated | None:
     """The loop of a node; None if it is not known how often it runs, or if it runs too often."""
     inputs = [value for value in node.inputs if value is not None]
     if node.op_type == "Loop":
@@ -86,98 +154,13 @@ def _repeated(node: ir.Node) -> Repeated | None:
         # That of an optional input may be dynamic.
         known = [length for length in lengths if isinstance(length, int)]
         count = 0 if not known or _scans_otherwise(node) else known[0]
-    return Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
+    return Repeated(node, count, carried, parted, editor) if 0 < count <= ITERATIONS else None
 
 
 def _scans_otherwise(scan: ir.Node) -> bool:
     """Whether a Scan reads or writes along other axes than the first one, or backwards."""
     lists = [attribute for name, attribute in scan.attributes.items() if name not in ("body", "num_scan_inputs")]
     return any(any(attribute.as_ints()) for attribute in lists)
-
-
-@dataclass(frozen=True)
-class Unrolling:
-    """Unrolls loops of a graph, whose values and nodes have these names."""
-
-    editor: Editor
-    names: set[str | None]
-
-    def unroll(self, loop: Repeated) -> list[ir.Node]:
-        """Put copies of a loop's body in its place. Returns the loops in them."""
-        node, states, lead = loop.node, len(loop.carried), int(loop.node.op_type == "Loop")
-        _hand_on(loop.body)
-        inner = [one for one in self._moved_out(loop) if is_onnx(one, *LOOPS)]
-        carried = list(loop.carried)
-        scanned: list[list[ir.Value]] = [[] for _ in loop.body.outputs[lead + states :]]
-        for number in range(loop.count):
-            given = [*self._numbers(loop, number), *carried, *(self._part(loop, one, number) for one in loop.parted)]
-            made, results = self.copy(loop, given, number)
-            inner += [one for one in made if is_onnx(one, *LOOPS)]
-            carried = results[lead : lead + states]
-            for parts, part in zip(scanned, results[lead + states :], strict=True):
-                axes, attributes = self.editor.lists("Unsqueeze", axes=[0])
-                parts.append(self._before(loop, "Unsqueeze", part, *axes, **attributes))
-        joined = [self._before(loop, "Concat", *parts, axis=0) for parts in scanned]
-        for old, new in zip(node.outputs, [*carried, *joined], strict=True):
-            self._put(old, new, loop)
-        disconnect_subgraphs(node)  # which would still read weights
-        self.editor.graph.remove(node, safe=True)
-        return inner
-
-    def _moved_out(self, loop: Repeated) -> list[ir.Node]:
-        """Put before the loop what each iteration computes alike, as a cell's weights in an LSTM's layout."""
-        given, moved = set(loop.body.outputs), list[ir.Node]()
-        for node in list(loop.body):
-            reads = any(value.graph is loop.body for value in node_reads(node))
-            if not reads and not is_random(node) and given.isdisjoint(node.outputs):
-                loop.body.remove(node)
-                self.editor.graph.insert_before(loop.node, node)
-                for one in (node, *_inside(node)):
-                    self._name(one, one.name or "")
-                moved.append(node)
-        return moved
-
-    def _numbers(self, loop: Repeated, number: int) -> list[ir.Value]:
-        """What a Loop tells its body."""
-        numbers = numbers_given(loop.body, number) if loop.node.op_type == "Loop" else []
-        return [self.editor.constant(array) for array in numbers]
-
-    def _part(self, loop: Repeated, value: ir.Value, number: int) -> ir.Value:
-        return self._before(loop, "Gather", value, self.editor.constant(np.array(number, np.int64)), axis=0)
-
-    def copy(self, loop: Repeated, given: Sequence[ir.Value], number: int) -> tuple[list[ir.Node], list[ir.Value]]:
-        """The nodes of a copy of the body, before the loop, and its results."""
-        body = loop.body.clone(allow_outer_scope_values=True)
-        replaced = dict(zip(body.inputs, given, strict=True))
-        results, nodes = [replaced.get(value, value) for value in body.outputs], list(body)
-        body.outputs.clear()  # a value that is only handed on has no node
-        for inside, outside in replaced.items():
-            inside.replace_all_uses_with(outside)
-        body.remove(nodes)
-        self.editor.graph.insert_before(loop.node, nodes)
-        for made in (one for node in nodes for one in (node, *_inside(node))):
-            self._name(made, f"{made.name}/{number}")
-            for value in made.outputs:
-                if value.name:
-                    self._name(value, f"{value.name}/{number}")
-        return nodes, results
-
-    def _before(self, loop: Repeated, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        made = self.editor.before(loop.node, operator, *inputs, **attributes)
-        self._name(made, f"{loop.node.outputs[0].name}/{operator}")
-        return made
-
-    def _name(self, named: ir.Value | ir.Node, name: str) -> None:
-        named.name = unused_name(name, self.names)
-        self.names.add(named.name)
-
-    def _put(self, old: ir.Value, new: ir.Value, loop: Repeated) -> None:
-        """Put a value in the place of the loop's output, under its name if the model gives it."""
-        if old.is_graph_output():
-            name, old.name = old.name, None
-            new = self.editor.before(loop.node, "Identity", new)
-            new.name, new.type, new.shape = name, old.type, old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
 def _hand_on(body: ir.Graph) -> None:

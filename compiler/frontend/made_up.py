@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.binding import Fixed
+from splitc.compiler.frontend.shapes import sizes_of
 from splitc.runtime.package import manifest as m
 
 
@@ -30,7 +31,7 @@ def describe_tensor(value: ir.Value) -> m.Tensor:
 
 def describe_shape(shape: ir.Shape | None) -> m.Shape:
     """A shape of numbers and symbols, as in the manifest."""
-    return None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
+    return None if shape is None else sizes_of(shape)
 
 
 def describe_fixed(fixed: Fixed) -> m.FixedInput:

@@ -24,7 +24,7 @@ from splitc.compiler.frontend.repeats import reshape_repeats
 from splitc.compiler.frontend.runnable import make_runnable
 from splitc.compiler.frontend.sequence_maps import unroll_maps
 from splitc.compiler.frontend.sequences import replace_sequences, unwrap_optionals
-from splitc.compiler.frontend.stacked_weights import part_stacks
+from splitc.compiler.frontend.stacked_weights import split_stacks
 from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.nodes import unused_name
@@ -52,7 +52,7 @@ def lift(model: ir.Model) -> None:
     replace_cast_like(model)
     unwrap_optionals(model)
     fold_constants(model.graph)
-    part_stacks(model.graph)
+    split_stacks(model.graph)
     join_directions(model.graph)
     multiply_by_matrices(model.graph)
     # torch's older exporter writes casts to the type that a value has, and no types of values.

@@ -27,9 +27,7 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
     They are if the `given` shapes have other sizes there, or if the model's shapes can be inferred for other sizes.
     """
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
-    if not numbered:
-        return
-    if not (_say_others(graph, given) or _fit_others(graph, numbered)):
+    if not numbered or not (_say_others(graph, given) or _fit_others(graph, numbered)):
         return
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.shape is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -119,24 +120,15 @@ def _known(value: ir.Value) -> Hashable:
 
 def _tries(shapes: Sequence[Sequence[Size]]) -> Iterator[list[Shape]]:
     """The shapes with distinct primes for their symbols, twice. The primes differ from all fixed sizes."""
-    fixed = {size for shape in shapes for size in shape if isinstance(size, int)}
-    number = 2
+    named = [
+        [size if isinstance(size, int) else size.value or f"{place}.{axis}" for axis, size in enumerate(shape)]
+        for place, shape in enumerate(shapes)
+    ]
+    fixed = {size for shape in named for size in shape if isinstance(size, int)}
+    unused = (prime for prime in primes(3) if prime not in fixed)
     for _ in range(2):
-        numbers: dict[str, int] = {}
-        tried = []
-        for place, shape in enumerate(shapes):
-            sizes = []
-            for axis, size in enumerate(shape):
-                if isinstance(size, int):
-                    sizes.append(size)
-                    continue
-                name = size.value or f"{place}.{axis}"
-                if name not in numbers:
-                    number = next(n for n in primes(number + 1) if n not in fixed)
-                    numbers[name] = number
-                sizes.append(numbers[name])
-            tried.append(tuple(sizes))
-        yield tried
+        numbers: dict[str, int] = defaultdict(lambda: next(unused))
+        yield [tuple(size if isinstance(size, int) else numbers[size] for size in shape) for shape in named]
 
 
 def primes(smallest: int) -> Iterator[int]:

@@ -5,7 +5,7 @@ In splitc's graph they are initializers with a mark: they may be sharded, but no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -79,10 +79,10 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
     return [value for value in graph.initializers.values() if source_of(value) is not None]
 
 
-def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, declared: ir.Shape) -> ir.Value:
-    """A new optional input of a graph, with this default and shape."""
+def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, sizes: ir.Shape | Sequence[int | str]) -> ir.Value:
+    """A new optional input of a graph, with this default, and these sizes, some of them symbols."""
     value = add_initializer(graph, tensor)
-    value.meta[OPTIONAL] = OptionalOrigin(value.name or "", declared)
+    value.meta[OPTIONAL] = OptionalOrigin(value.name or "", ir.Shape(sizes))
     return value
 
 

@@ -18,7 +18,7 @@ def check_ends(graph: Graph) -> None:
 
 
 def check_passed(place: str, values: Iterable[ir.Value]) -> None:
-    """Raise ModelError if ranks can't pass on one of these values. `place` is "input" or "output"."""
+    """Raise ModelError if ranks can't pass on one of these values. `place` says what they are: "input", "output"."""
     for value in values:
         if (why := why_not_passed(value)) is not None:
             raise ModelError(f"the {place} '{value.name}' is {why}")

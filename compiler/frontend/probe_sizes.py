@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.agreement import count_alike, fits, sizes_of_symbols, unnamed_ones
+from splitc.compiler.frontend.agreement import count_alike, fits, unnamed_ones
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import primes, primes_of
-from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, sizes_of_symbols
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 
@@ -85,9 +85,7 @@ class Probes:
         probed = self._first_probed(ways)
         if probed is None or not self._fits(probed):
             made = self._multiplied()
-            if made is not None and not self._symbols.items().isdisjoint(
-                sizes_of_symbols(self.graph, made.shapes).items()
-            ):
+            if made is not None and self._symbols.items() & sizes_of_symbols(self.graph.graph, made.shapes).items():
                 return made
         return probed or self.bound
 
@@ -112,7 +110,7 @@ class Probes:
 
     def broadcast(self, probed: BoundShapes, rows: int) -> BoundShapes | None:
         """The shapes `probed` with this number of rows for symbols of size 1 that may have it; None without any."""
-        numbers, made = sizes_of_symbols(self.graph, probed.shapes), None
+        numbers, made = sizes_of_symbols(self.graph.graph, probed.shapes), None
         for name in [name for name, size in numbers.items() if size == 1]:
             tried = {**numbers, name: rows}
             if self._fits(bound := self._bind(tried)):
@@ -177,7 +175,7 @@ class Probes:
 
     @cached_property
     def _symbols(self) -> Mapping[str, int]:
-        return sizes_of_symbols(self.graph, self.shapes)
+        return sizes_of_symbols(self.graph.graph, self.shapes)
 
     @cached_property
     def _pairs(self) -> range:
@@ -322,7 +320,7 @@ class Probes:
         A prime may equal a given size by chance, and so may a sum, such as that of a past and a new length. An output's
         size that contradicts its symbol is not compared: models declare wrong ones.
         """
-        known = sizes_of_symbols(self.graph, self.bound.shapes)
+        known = sizes_of_symbols(self.graph.graph, self.bound.shapes)
         for value in (*self.graph.graph.inputs, *self.graph.graph.outputs):
             one, other = made.shapes.get(value.name or ""), self.bound.shapes.get(value.name or "")
             for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):

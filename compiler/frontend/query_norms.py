@@ -6,6 +6,8 @@ supports them, but splitc tries models on CPUs, and packages may run there.
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -13,26 +15,24 @@ from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
 # The indices of the operator's inputs for the norms' weights: of queries, and of keys.
-WEIGHTS = (14, 15)
+WEIGHTS = slice(14, 16)
 EPSILON = "qk_norm_epsilon"
 
 
 def take_out_norms(model: ir.Model) -> bool:
-    """Normalize queries and keys before the operator, in place. Whether there are any such norms."""
+    """Normalize queries and keys before the operator, in place. Returns whether there are any such norms."""
     editor, is_changed = Editor(model.graph), False
     for node in [node for node in model.graph if operator_name(node) == OPERATOR]:
-        weights = [node.inputs[place] if place < len(node.inputs) else None for place in WEIGHTS]
+        weights = [value for value in node.inputs[WEIGHTS] if value is not None and value.shape is not None]
         heads = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
-        sizes = [value.shape[0] for value in weights if value is not None and value.shape is not None]
-        if len(sizes) < len(weights) or not all(heads):
-            continue
-        if not isinstance(sizes[0], int):
+        size = weights[0].shape[0] if weights and weights[0].shape is not None else None
+        if len(weights) < len(heads) or not all(heads) or not isinstance(size, int):
             continue
         if node.inputs[1] is None:
-            _take_apart(node, heads, sizes[0], editor)
+            _take_apart(node, heads, size, editor)
         for place, (weight, count) in enumerate(zip(weights, heads, strict=True)):
-            _norm(node, place, weight, [0, 0, count, sizes[0]], editor)
-        node.resize_inputs(WEIGHTS[0])
+            _norm(node, place, weight, (count, size), editor)
+        node.resize_inputs(WEIGHTS.start)
         node.attributes.pop(EPSILON, None)
         is_changed = True
     return is_changed
@@ -42,19 +42,19 @@ def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> N
     """Split packed queries, keys and values before the operator."""
     counts = editor.numbers(heads[0] * size, heads[1] * size, heads[1] * size)
     split = ir.node("Split", [node.inputs[0], counts], {"axis": -1}, num_outputs=3)
-    editor.graph.insert_before(node, split)
+    node.prepend(split)
     for place, (made, role) in enumerate(zip(split.outputs, ("query", "key", "value"), strict=True)):
         made.name = f"{node.outputs[0].name}/{role}"
         node.replace_input_with(place, made)
 
 
-def _norm(node: ir.Node, place: int, weight: ir.Value | None, by_heads: list[int], editor: Editor) -> None:
-    """Normalize each head of one of the operator's inputs [batch, length, heads x size]."""
+def _norm(node: ir.Node, place: int, weight: ir.Value, heads: tuple[int, int], editor: Editor) -> None:
+    """Normalize each head of one of the operator's inputs [batch, length, heads x size]; `heads` are both numbers."""
     name, value = f"{node.outputs[0].name}/norm{place}", node.inputs[place]
-    apart = editor.before(node, "Reshape", value, editor.numbers(*by_heads))
+    apart = editor.before(node, "Reshape", value, editor.numbers(0, 0, *heads))
     epsilon = node.attributes.get_float(EPSILON, 1e-6)
     normed = editor.before(node, NORM, apart, weight, axis=-1, epsilon=epsilon)
-    flat = editor.numbers(0, 0, by_heads[2] * by_heads[3])
+    flat = editor.numbers(0, 0, math.prod(heads))
     made = editor.before(node, "Reshape", normed, flat)
     for one, role in ((apart, "apart"), (normed, "normed"), (made, "made")):
         one.name = f"{name}/{role}"

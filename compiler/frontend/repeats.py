@@ -6,13 +6,11 @@ and picks elements by a mask (NonZero, GatherND). The mask is true everywhere, b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
 from splitc.compiler.frontend.matching import (
     constant_numbers,
     filled_with,
@@ -22,8 +20,6 @@ from splitc.compiler.frontend.matching import (
     value_before,
 )
 
-# The shapes of values that inference finds, by name.
-Shapes = Mapping[str | None, ir.Shape]
 # What gives equal numbers if all that it reads are equal numbers.
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Max", "Min", "Neg")
 EXTREMES = ("ReduceMax", "ReduceMin")
@@ -31,13 +27,12 @@ EXTREMES = ("ReduceMax", "ReduceMin")
 
 def reshape_repeats(model: ir.Model) -> None:
     """Replace repeats whose numbers are all equal, in place."""
-    picks = [node for node in model.graph if is_onnx(node, "GatherND") and _mask_of(node) is not None]
-    if not picks:
+    picks = [node for node in model.graph if is_onnx(node, "GatherND")]
+    masks = {node: mask for node in picks if (mask := _mask_of(node)) is not None}
+    if not masks:
         return
     shapes, editor = shapes_by_onnx(model), Editor(model.graph)
-    for node in picks:
-        mask = _mask_of(node)
-        assert mask is not None
+    for node, mask in masks.items():
         if _counts_all(mask, shapes) and (shape := shapes.get(mask.name)) is not None:
             _reshape(node, mask, shape.rank(), editor)
     for node in [node for node in model.graph if is_onnx(node, *EXTREMES)]:
@@ -47,8 +42,8 @@ def reshape_repeats(model: ir.Model) -> None:
 def _mask_of(pick: ir.Node) -> ir.Value | None:
     """The mask of the elements that a GatherND picks; None if it picks others."""
     places = made_by(pick.inputs[1], "Transpose")
-    is_turned = places is not None and list(places.attributes.get_ints("perm", (1, 0))) == [1, 0]
-    if not is_turned or pick.attributes.get_int("batch_dims", 0) != 0:
+    is_transposed = places is not None and list(places.attributes.get_ints("perm", (1, 0))) == [1, 0]
+    if not is_transposed or pick.attributes.get_int("batch_dims", 0) != 0:
         return None
     return value_before(value_before(pick.inputs[1], "Transpose"), "NonZero")
 
@@ -107,5 +102,5 @@ def _element(value: ir.Value, at: ir.Node, shapes: Shapes, editor: Editor) -> ir
         return editor.constant(filled_with(maker))
     read = [_element(one, at, shapes, editor) for one in maker.inputs if one is not None]
     made = ir.node(maker.op_type, read, attributes=maker.attributes)
-    editor.graph.insert_before(at, made)
+    at.prepend(made)
     return made.outputs[0]

@@ -27,10 +27,9 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     roles = {value: Role("positions", rows.get(value, 0)) for value in inputs if _are_positions(value)}
     roles.update(_tell_apart(graph, {value: size for value, size in rows.items() if value not in roles}))
     masks = _above_masks(graph)
-    read = {value: Role(masks[value], counted=_is_counted(value)) for value in inputs if value in masks}
-    roles.update({value: role for value, role in read.items() if value not in roles})
-    for value in inputs:
-        if value not in roles and (role := _named(value)) is not None:
+    for value in [value for value in inputs if value not in roles]:
+        role = Role(masks[value], counted=_is_counted(value)) if value in masks else _named(value)
+        if role is not None:
             roles[value] = role
     return roles
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
-from splitc.compiler.frontend.loops import NODES, Repeated, Unrolling, names_in
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
+from splitc.compiler.frontend.loops import NODES, Repeated
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.frontend.sequences import Shapes, parts_of
+from splitc.compiler.frontend.sequences import parts_of
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 
 
@@ -20,22 +20,22 @@ def unroll_maps(model: ir.Model) -> None:
     if not maps:
         return
     shapes, left = shapes_by_onnx(model), NODES
-    unrolling = Unrolling(Editor(model.graph), names_in(model.graph))
+    editor = Editor(model.graph)
     for node in maps:
-        given = _given(node, unrolling, shapes)
-        repeated = Repeated(node, len(given), (), ())
+        given = _given(node, editor, shapes)
+        repeated = Repeated(node, len(given), (), (), editor)
         if given and repeated.nodes <= left and not any(value.is_graph_output() for value in node.outputs):
             left -= repeated.nodes
-            _unroll(repeated, given, unrolling)
+            _unroll(repeated, given)
 
 
-def _given(node: ir.Node, unrolling: Unrolling, shapes: Shapes) -> list[list[ir.Value]]:
+def _given(node: ir.Node, editor: Editor, shapes: Shapes) -> list[list[ir.Value]]:
     """What each copy of a SequenceMap's body reads; nothing if that is not known.
 
     Beside its first input, others may be sequences of as many parts, or one value for all copies.
     """
     read = [value for value in node.inputs if value is not None]
-    parts = [parts_of(value, unrolling.editor, shapes, unrolling.names) for value in read]
+    parts = [parts_of(value, editor, shapes) for value in read]
     count = len(parts[0])
     for number, value in enumerate(read):
         if isinstance(value.type, ir.TensorType):
@@ -43,13 +43,13 @@ def _given(node: ir.Node, unrolling: Unrolling, shapes: Shapes) -> list[list[ir.
     return [list(one) for one in zip(*parts, strict=True)] if {len(one) for one in parts} == {count} else []
 
 
-def _unroll(repeated: Repeated, given: Sequence[list[ir.Value]], unrolling: Unrolling) -> None:
+def _unroll(repeated: Repeated, given: Sequence[list[ir.Value]]) -> None:
     """Put copies of a SequenceMap's body in its place, and sequences of their results."""
-    node = repeated.node
-    results = [unrolling.copy(repeated, values, number)[1] for number, values in enumerate(given)]
+    node, editor = repeated.node, repeated.editor
+    results = [repeated.copy(values, number)[1] for number, values in enumerate(given)]
     for old, *made in zip(node.outputs, *results, strict=True):
-        new = unrolling.editor.before(node, "SequenceConstruct", *made)
+        new = editor.before(node, "SequenceConstruct", *made)
         new.name, old.name = old.name, None
         old.replace_all_uses_with(new)
     disconnect_subgraphs(node)  # which would still read weights
-    unrolling.editor.graph.remove(node, safe=True)
+    editor.graph.remove(node, safe=True)

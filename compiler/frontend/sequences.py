@@ -6,24 +6,21 @@ replaced by what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.inference import shapes_by_onnx
+from splitc.compiler.frontend.inference import Shapes, shapes_by_onnx
 from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
-from splitc.compiler.nodes import unused_name
 
 # The first opset whose Split takes its sizes as an input, as SplitToSequence does.
 OPSET = 13
 OF_OPTIONALS = ("OptionalGetElement", "OptionalHasElement")
 # Behind the last value of any sequence.
 END = 1 << 62
-Names = set[str | None]
-Shapes = Mapping[str | None, ir.Shape]
 
 
 def replace_sequences(model: ir.Model) -> None:
@@ -36,7 +33,6 @@ def replace_sequences(model: ir.Model) -> None:
         for node in all_nodes(model.graph)
         if is_onnx(node, "SequenceAt", "ConcatFromSequence") and not node.outputs[0].is_graph_output()
     ]
-    names = {value.name for node in all_nodes(model.graph) for value in node.outputs} if readers else set()
     has_sizes = model.opset_imports.get("", 0) >= OPSET
     needs_shapes = has_sizes and any(made_by(node.inputs[0], "SplitToSequence") for node in readers)
     shapes = shapes_by_onnx(model) if needs_shapes else {}
@@ -46,9 +42,9 @@ def replace_sequences(model: ir.Model) -> None:
         (old,), sequence = node.outputs, node.inputs[0]
         assert sequence is not None  # both operators need it
         if sequence not in parts:
-            parts[sequence] = parts_of(sequence, editor, shapes, names)
+            parts[sequence] = parts_of(sequence, editor, shapes)
         listed = parts[sequence]
-        new = _selected(node, listed, names) if node.op_type == "SequenceAt" else _joined(node, listed, editor, names)
+        new = (_selected if node.op_type == "SequenceAt" else _joined)(node, listed, editor)
         if new is not None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
@@ -67,7 +63,7 @@ def unwrap_optionals(model: ir.Model) -> None:
             node.outputs[0].replace_all_uses_with(held)
 
 
-def parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:
+def parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes) -> Sequence[ir.Value]:
     """The parts of a sequence; none if it is not known how many there are."""
     if (listed := _listed(sequence)) is not None:
         return listed
@@ -80,7 +76,7 @@ def parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -
         count, sizes = len(lengths), editor.numbers(*lengths) if lengths else sizes
     else:
         count = shape[0] if isinstance(shape[0], int) else 0
-    return _after(split, "Split", [split.inputs[0], sizes], count, names) if count else []
+    return _after(split, "Split", [split.inputs[0], sizes], editor, count) if count else []
 
 
 def _listed(sequence: ir.Value | None) -> list[ir.Value] | None:
@@ -109,31 +105,30 @@ def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
     return [min(length, whole - begin) for begin in range(0, whole, length)]
 
 
-def _selected(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
+def _selected(node: ir.Node, parts: Sequence[ir.Value], editor: Editor) -> ir.Value | None:
     """The part that a SequenceAt selects; None if it is not known."""
     split, place = made_by(node.inputs[0], "SplitToSequence"), node.inputs[1]
     if split is not None and len(split.inputs) == 1 and not split.attributes.get_int("keepdims", 1):
         axis = split.attributes.get_int("axis", 0)
-        return _after(node, "Gather", [split.inputs[0], place], 1, names, axis)[0]
+        return _after(node, "Gather", [split.inputs[0], place], editor, axis=axis)[0]
     (number,) = constant_numbers(place) or [len(parts)]
     return parts[number] if -len(parts) <= number < len(parts) else None
 
 
-def _joined(node: ir.Node, parts: Sequence[ir.Value], editor: Editor, names: Names) -> ir.Value | None:
+def _joined(node: ir.Node, parts: Sequence[ir.Value], editor: Editor) -> ir.Value | None:
     """A Concat of the known parts in place of a ConcatFromSequence, which may stack them along a new axis."""
     if not parts:
         return None
     if node.attributes.get_int("new_axis", 0) == 1:
-        parts = [_thin(part, node, editor, names) for part in parts]
-    return _after(node, "Concat", parts, 1, names)[0]
+        parts = [_thin(part, node, editor) for part in parts]
+    return _after(node, "Concat", parts, editor)[0]
 
 
-def _thin(part: ir.Value, node: ir.Node, editor: Editor, names: Names) -> ir.Value:
+def _thin(part: ir.Value, node: ir.Node, editor: Editor) -> ir.Value:
     """A part with one more axis, of one element: that along which a ConcatFromSequence stacks."""
     axes, attributes = editor.lists("Unsqueeze", axes=[node.attributes.get_int("axis", 0)])
     made = editor.before(node, "Unsqueeze", part, *axes, dtype=part.dtype, **attributes)
-    made.name = unused_name(part.name, names)
-    names.add(made.name)
+    editor.name(made, part.name)
     return made
 
 
@@ -141,16 +136,14 @@ def _after(
     node: ir.Node,
     operator: str,
     inputs: Sequence[ir.Value | None],
-    count: int,
-    names: Names,
+    editor: Editor,
+    count: int = 1,
     axis: int | None = None,
 ) -> Sequence[ir.Value]:
     """The results of a new node that is inserted after `node`, with the attribute `axis`, or that of `node`."""
     number = node.attributes.get_int("axis", 0) if axis is None else axis
     new = ir.node(operator, inputs, {"axis": number}, num_outputs=count, name=node.name)
-    assert node.graph is not None
-    node.graph.insert_after(node, new)
+    node.append(new)
     for value in new.outputs:
-        value.name = unused_name(node.outputs[0].name, names)
-        names.add(value.name)
+        editor.name(value, node.outputs[0].name)
     return new.outputs

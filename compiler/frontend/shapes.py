@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,13 +78,25 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
+def sizes_of(shape: Iterable[int | ir.SymbolicDimProtocol]) -> list[int | str | None]:
+    """A shape's sizes, as numbers or symbols; None for those that are not known."""
+    return [size if isinstance(size, int) else size.value for size in shape]
+
+
+def may_be_same(one: ir.Shape, other: ir.Shape | Shape) -> bool:
+    """Whether shapes have as many axes, and none that is one number in one and another number in the other."""
+    return len(one) == len(other) and all(
+        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(one, other, strict=True)
+    )
+
+
 def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     """A shape's sizes, as numbers or symbols; None unless all are known."""
-    sizes = None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
-    return None if sizes is None or None in sizes else sizes  # type: ignore[return-value]
+    known = [] if shape is None else [size for size in sizes_of(shape) if size is not None]
+    return None if shape is None or len(known) < len(shape) else tuple(known)
 
 
-def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:
+def symbols_in(size: int | ir.SymbolicDim) -> frozenset[str]:
     """The symbols in a size; none for a number, and for an expression of shape inference that can't be parsed."""
     if isinstance(size, int) or not _is_readable(size):
         return frozenset()
@@ -127,16 +139,23 @@ def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | No
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
 
+def sizes_of_symbols(graph: ir.Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The symbols of a graph's inputs, with their sizes in these shapes."""
+    symbols: dict[str, int] = {}
+    for value in graph.inputs:
+        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
+            # Some exporters write a number as a symbol: "4" is a dynamic length, unless its size is 4.
+            if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
+                symbols[size.value] = number
+    return symbols
+
+
 def reconcile(model: ir.Model, bound: BoundShapes) -> None:
     """Drop symbolic sizes that contradict the bound shapes, in place: inference is not always right.
 
     Engines rely on symbolic sizes, as do stages that read a size off another value.
     """
-    bindings: dict[str, int] = {}
-    for value in model.graph.inputs:
-        for size, number in zip(value.shape or (), bound.shapes[value.name or ""], strict=False):
-            if isinstance(size, ir.SymbolicDim) and size.value:
-                bindings[size.value] = number
+    bindings = sizes_of_symbols(model.graph, bound.shapes)
 
     @cache
     def agrees(size: int | ir.SymbolicDim, number: int) -> bool:

@@ -39,8 +39,9 @@ def find_shifted(
 def _data(value: ir.Value) -> Sequence[ir.Value]:
     """The value that a value is a part of, or a rearrangement of."""
     node = value.producer()
-    passes = node is not None and (node.op_type == "Gather" or operator_of(node).rearranges)
-    return [read for read in node.inputs[:1] if read is not None] if passes and node is not None else []
+    if node is None or not (node.op_type == "Gather" or operator_of(node).rearranges):
+        return []
+    return [read for read in node.inputs[:1] if read is not None]
 
 
 def _readers(graph: Graph, values: Iterable[ir.Value]) -> Iterator[ir.Node]:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
+from splitc.compiler.frontend.linear_layers import find_linear_layers
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of, put_behind, take_place
@@ -69,22 +69,17 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
         if why := next(iter(reasons), "" if layer.layer.names else "it has no name"):
             without[layer.weight.name or ""] = why
             continue
-        a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
+        a, b = (
+            add_optional(graph.graph, _zeros(f"splitc.slot{len(slots)}.{which}", shape, layer.dtype, rank), shape)
+            for which, shape in zip("AB", _shapes(layer.layer), strict=True)
+        )
         for place in places:
             if isinstance(place, Place):
-                _graft(graph.graph, place, a, b)
+                _graft(place, a, b)
         optional += [a, b]
         slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
     return made, Grafted(tuple(slots), without)
-
-
-def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
-    values = []
-    for which, shape in zip("AB", _shapes(layer.layer), strict=True):
-        tensor = _zeros(f"{name}.{which}", shape, layer.dtype, rank)
-        values.append(add_optional(graph, tensor, ir.Shape(shape)))
-    return values[0], values[1]
 
 
 def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir.TensorProtocol:
@@ -100,7 +95,7 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
     return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
-def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
+def _graft(place: Place, a: ir.Value, b: ir.Value) -> None:
     """Add the product of a layer's input with A and B to its result. The sum replaces the result."""
     made, attributes = place.last.outputs[0], place.node.attributes
     name = made.name or ""
@@ -111,7 +106,7 @@ def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
     down.meta[_INSIDE] = up.meta[_INSIDE] = True
-    graph.insert_after(place.last, [down, up, total])
+    place.last.append([down, up, total])
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
@@ -201,7 +196,7 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
         assert kept is not None
         if kept.producer() is None or len(kept.uses()) > 1:
             same = ir.node("Identity", [kept], name=node.name)
-            plain.insert_before(node, same)
+            node.prepend(same)
             kept = same.outputs[0]
         take_place(kept, total)
         plain.remove(node, safe=True)

@@ -13,20 +13,20 @@ from splitc.compiler.frontend.matching import constant_numbers, is_onnx, tensor_
 from splitc.compiler.frontend.optional import source_of
 
 
-def part_stacks(graph: ir.Graph) -> None:
+def split_stacks(graph: ir.Graph) -> None:
     """Replace weights that are read one part at a time, each at a fixed place of the first axis, in place."""
     editor = Editor(graph)
     for weight in list(graph.initializers.values()):
-        places = {node: _place(node, weight, graph) for node, _ in weight.uses()}
-        if weight.is_graph_output() or source_of(weight) is not None or None in places.values():
+        readers = dict.fromkeys(node for node, _ in weight.uses())
+        places = {node: place for node in readers if (place := _place(node, weight, graph)) is not None}
+        if weight.is_graph_output() or source_of(weight) is not None or len(places) < len(readers):
             continue
         if len(set(places.values())) < 2 or any(node.outputs[0].is_graph_output() for node in places):
             continue  # one part is no stack; an output needs a node
-        parts: dict[int | None, ir.Value] = {}
+        stack, parts = tensor_of(weight), dict[int, ir.Value]()
         for node, place in places.items():
-            assert place is not None
             if place not in parts:
-                parts[place] = editor.weight(part_of_stack(tensor_of(weight), place, f"{weight.name}.{place}"))
+                parts[place] = editor.weight(part_of_stack(stack, place, f"{weight.name}.{place}"))
             node.outputs[0].replace_all_uses_with(parts[place])
             graph.remove(node, safe=True)
         del graph.initializers[weight.name or ""]

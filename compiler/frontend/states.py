@@ -9,10 +9,11 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import source_through, value_before
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
+from splitc.compiler.frontend.shapes import may_be_same, sizes_of
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
@@ -25,6 +26,8 @@ from splitc.runtime.units import format_shape
 FARTHEST = 8
 # Operators that overwrite parts of their first input.
 SCATTERS = ("ScatterElements", "ScatterND", "TensorScatter")
+# Tells whether a search upstream ends at a node that makes this value.
+Ends = Callable[[ir.Node, ir.Value], bool]
 
 
 def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]:
@@ -39,12 +42,7 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
                 pairs[output] = value
     in_place = _find_in_place(pairs)
     return [
-        State(
-            pairs[output].name or "",
-            output.name or "",
-            _grows(pairs[output], output),
-            output in in_place,
-        )
+        State(pairs[output].name or "", output.name or "", _grows(pairs[output], output), output in in_place)
         for output in graph.graph.outputs
         if output in pairs
     ]
@@ -82,22 +80,11 @@ def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
         if value.dtype != output.dtype:
             types = [end.dtype.name if end.dtype else "unknown" for end in (value, output)]
             raise MisuseError(f"{given}: the input takes {types[0]} and the output is {types[1]}")
-        if value.shape is not None and output.shape is not None and not _may_follow(value.shape, output.shape):
-            shapes = " and the output is ".join(map(_shown, (value.shape, output.shape)))
+        if value.shape is not None and output.shape is not None and not may_be_same(value.shape, output.shape):
+            shapes = " and the output is ".join(format_shape(sizes_of(shape)) for shape in (value.shape, output.shape))
             raise MisuseError(f"{given}: the input takes {shapes}")
         pairs[output] = value
     return pairs
-
-
-def _shown(shape: ir.Shape) -> str:
-    return format_shape([size if isinstance(size, int) else size.value for size in shape])
-
-
-def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
-    """Whether an output of one shape can be an input of the other."""
-    return len(past) == len(present) and all(
-        a == b or not (isinstance(a, int) and isinstance(b, int)) for a, b in zip(past, present, strict=True)
-    )
 
 
 def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
@@ -112,9 +99,9 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     without a residual), unless it is longer. And a model has an input and an output besides its states.
     """
     pairs = _overwritten(graph)
-    pairs |= _nearest(graph, pairs, _inputs_upstream, _is_alike)
+    pairs |= _nearest(graph, pairs, _is_product, _is_alike)
     if pairs:  # recurrences and token shift are only looked for in a model that has other states
-        pairs |= _nearest(graph, pairs, _inputs_above_products, _is_same)
+        pairs |= _nearest(graph, pairs, lambda node, value: _multiplies_by_weight(graph, node, value), _is_same)
         taken, ends = {*pairs, *pairs.values()}, (graph.graph.inputs, graph.graph.outputs)
         inputs, outputs = ([value for value in values if value not in taken] for values in ends)
         pairs |= find_shifted(graph, outputs, inputs, _is_same)
@@ -139,15 +126,18 @@ def _takes_in(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
 def _nearest(
     graph: Graph,
     known: Mapping[ir.Value, ir.Value],
-    upstream: Callable[[Graph, ir.Value], Iterable[tuple[int, ir.Value]]],
+    ends: Ends,
     may_follow: Callable[[ir.Value, ir.Value], bool],
 ) -> dict[ir.Value, ir.Value]:
-    """Further pairs of an output and the nearest input upstream that it may follow, beside the `known` ones."""
+    """Further pairs of an output and the nearest input upstream that it may follow, beside the `known` ones.
+
+    See `_inputs_upstream` for `ends`.
+    """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
         for output in graph.graph.outputs
         if output not in known
-        for order, (distance, value) in enumerate(upstream(graph, output))
+        for order, (distance, value) in enumerate(_inputs_upstream(graph, output, ends))
         if value not in known.values() and may_follow(value, output)
     )
     pairs: dict[ir.Value, ir.Value] = {}
@@ -159,15 +149,9 @@ def _nearest(
 
 def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
     """The inputs of states that are made by scatters alone, which overwrite parts of the input, by their outputs."""
-
-    def written(value: ir.Value) -> Sequence[ir.Value]:
-        node = value.producer()
-        passes = node is not None and not node.domain and (node.op_type in ("Identity", *SCATTERS))
-        return [read for read in node.inputs[:1] if read is not None] if passes and node is not None else []
-
     pairs: dict[ir.Value, ir.Value] = {}
     for output in graph.graph.outputs:
-        *_, first = reached([output], written)
+        first = source_through(output, "Identity", *SCATTERS)
         is_past = first is not output and first.is_graph_input() and _is_alike(first, output)
         if is_past and first not in pairs.values():
             pairs[output] = first
@@ -176,8 +160,7 @@ def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
 
 def _passed_on(output: ir.Value) -> ir.Value | None:
     """The input that an output is, if nothing else reads it: a setting that belongs to a cache, such as its window."""
-    node = output.producer()
-    value = node.inputs[0] if node is not None and is_onnx(node, "Identity") else None
+    value = value_before(output, "Identity")
     return value if value is not None and value.is_graph_input() and len(value.uses()) == 1 else None
 
 
@@ -211,29 +194,12 @@ def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
     return before.value != str(after) and not (fixed_size(before) is not None and isinstance(after, ir.SymbolicDim))
 
 
-def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
+def _inputs_upstream(graph: Graph, output: ir.Value, ends: Ends) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The search ends at products: a past is concatenated, written to, or updated elementwise. From an If it goes on to
+    The search `ends` at products: a past is concatenated, written to, or updated elementwise. From an If it goes on to
     what its branches compute this output from, and from an operator with states to the state alone.
     """
-
-    yield from _search_inputs(graph, output, _is_product)
-
-
-def _inputs_above_products(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
-    """As `_inputs_upstream`, but the search ends only at products with weights."""
-
-    def ends(node: ir.Node, value: ir.Value) -> bool:
-        return _is_product(node, value) and any(map(graph.is_constant, graph.reads.get(node, ())))
-
-    yield from _search_inputs(graph, output, ends)
-
-
-def _search_inputs(
-    graph: Graph, output: ir.Value, ends: Callable[[ir.Node, ir.Value], bool]
-) -> Iterator[tuple[int, ir.Value]]:
-    """As `_inputs_upstream`, where `ends` tells at which nodes, of which values, the search ends."""
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
         producer, number = value.producer(), value.index()
@@ -264,9 +230,8 @@ def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
     for node in graph.nodes[min(readers) : graph.position[producer] + 1]:
         reads = () if operator_of(node).reads_shape else graph.reads[node]
         if dependent := [multiplied[value] for value in reads if value in multiplied]:
-            has_weight = any(map(graph.is_constant, reads))
             for value in node.outputs:
-                multiplied[value] = any(dependent) or (has_weight and _is_product(node, value))
+                multiplied[value] = any(dependent) or _multiplies_by_weight(graph, node, value)
     return multiplied.get(present, False)
 
 
@@ -274,6 +239,11 @@ def _is_product(node: ir.Node, value: ir.Value) -> bool:
     """Whether a node's output is a product. Attention's first output is; its others are caches."""
     operator = operator_of(node)
     return value is node.outputs[0] if operator.is_attention else operator.is_product
+
+
+def _multiplies_by_weight(graph: Graph, node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node's output is a product with a weight."""
+    return _is_product(node, value) and any(map(graph.is_constant, graph.reads.get(node, ())))
 
 
 def _find_in_place(pairs: Mapping[ir.Value, ir.Value]) -> set[ir.Value]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import read_alone
 from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.runtime.arrays.array import Array
@@ -48,23 +48,20 @@ def copy_selections(graph: ir.Graph) -> None:
     selections: dict[ir.Value, ir.Node] = {}
     for node in (node for node in graph if len(node.outputs) == 1):
         source = node.inputs[0] if node.inputs else None
-        is_part = source is not None and _selects(node) and (source in selections or _is_uniform_weight(source))
+        is_weight = source is not None and source.is_initializer()
+        is_part = source is not None and _selects(node) and (source in selections or (is_weight and is_uniform(source)))
         if is_part or _repeats_one(node, source) or _dequantizes_bias(node, source):
             selections[node.outputs[0]] = node
-    names = {value.name for node in graph for value in node.outputs} if selections else set()
+    editor = Editor(graph)
     for value, node in reversed(selections.items()):
         for reader, number in list(value.uses())[not value.is_graph_output() :]:
-            reader.replace_input_with(number, _twin(graph, node, names))
+            reader.replace_input_with(number, _twin(node, editor))
 
 
 def _selects(node: ir.Node) -> bool:
     """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
     return (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
-
-
-def _is_uniform_weight(value: ir.Value) -> bool:
-    return value.is_initializer() and is_uniform(value)
 
 
 def _repeats_one(node: ir.Node, source: ir.Value | None) -> bool:
@@ -82,15 +79,15 @@ def _dequantizes_bias(node: ir.Node, source: ir.Value | None) -> bool:
     return sum(size > 1 for size in source.const_value.shape.numpy()) == 1
 
 
-def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:
+def _twin(node: ir.Node, editor: Editor) -> ir.Value:
     """The result of a copy of a node, inserted after it."""
     attributes = node.attributes.values()
     twin = ir.Node(
         node.domain, node.op_type, node.inputs, attributes, version=node.version, metadata_props=node.metadata_props
     )
-    graph.insert_after(node, twin)
+    node.append(twin)
     (made,), (own,) = twin.outputs, node.outputs
-    made.type, made.shape, made.name = own.type, own.shape, unused_name(own.name, names)
+    made.type, made.shape = own.type, own.shape
+    editor.name(made, own.name)
     twin.name = f"{node.name}/{made.name}"
-    names.add(made.name)
     return made

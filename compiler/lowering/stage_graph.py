@@ -12,7 +12,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import symbols_of
 from splitc.compiler.frontend.origins import note_sizes, stand_for
 from splitc.compiler.frontend.reads import view_of
-from splitc.compiler.frontend.shapes import names_in
+from splitc.compiler.frontend.shapes import symbols_in
 from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
@@ -57,7 +57,7 @@ def _shape_that_crosses(graph: Graph, value: ir.Value, symbols: frozenset[str]) 
         return ir.Shape(sizes) if inferred is not None else open_shape(value)
     if inferred is None or len(declared) != len(inferred):
         return declared
-    follows = [frozenset() < names_in(own) <= symbols for own in inferred]
+    follows = [frozenset() < symbols_in(own) <= symbols for own in inferred]
     pairs = zip(declared, follows, strict=True)
     return ir.Shape([None if varies and isinstance(size, int) else size for size, varies in pairs])
 

@@ -11,7 +11,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.shapes import infer_shapes, names_in
+from splitc.compiler.frontend.shapes import infer_shapes, symbols_in
 from splitc.compiler.fusion.fuse import Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
@@ -119,7 +119,7 @@ def test_a_difference_of_sizes_may_be_negative(tmp_path: Path, given: str) -> No
     infer_shapes(graph.model, folds=True)
     (made,) = graph.graph.outputs
     assert made.shape is not None
-    assert not {"n", "m"} & {name for size in made.shape for name in names_in(size)}
+    assert not {"n", "m"} & {name for size in made.shape for name in symbols_in(size)}
 
 
 def test_a_size_that_may_be_minus_one_is_not_taken_for_a_length(tmp_path: Path) -> None:

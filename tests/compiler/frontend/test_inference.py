@@ -318,6 +318,17 @@ def test_images_of_fixed_size_have_the_size_that_kernels_give_them(tmp_path: Pat
         assert_close(session.run(feeds), run_whole(path, feeds))
 
 
+@pytest.mark.parametrize("axes", [[2, 3], [-2, -1]])
+def test_sizes_that_the_precision_of_a_scale_decides_are_unknown(axes: list[int], write_model: WriteModel) -> None:
+    path = write_model(
+        f"""<ir_version: 10, opset_import: ["" : 19]> g (float[1, 2, 10, 10] x) => (float[1, 2, m, n] y)
+        <float[2] s = {{0.7, 0.7}}> {{ y = Resize <axes = {axes}, mode = "nearest"> (x, , s) }}"""
+    )
+    model = ir.load(path)
+    infer_shapes(model)
+    assert not any(isinstance(size, int) for size in list(model.graph.outputs[0].shape or ())[2:])
+
+
 @pytest.mark.parametrize("step", [1, 2, -1, -2])
 def test_sizes_are_sliced_as_onnx_runtime_does(step: int, write_model: WriteModel) -> None:
     """Backwards, and beyond the ends too. The library's rule lost the first of sizes that are turned around."""

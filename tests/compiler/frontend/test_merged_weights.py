@@ -16,7 +16,6 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.frontend.linear_layers import find_linear_layers
-from splitc.compiler.frontend.merged_weights import MergedTensor
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.package.manifest import MergedAdapter
 from splitc.runtime.package.manifest_file import read_manifest
@@ -140,7 +139,7 @@ def test_one_weight_is_in_memory_at_a_time(model: tuple[Path, Any], tmp_path: Pa
     adapter = write_peft(tmp_path / "style", random_pairs(sizes()))
     plan = plan_model(model[0], ["cpu0"], Request(lora=[(str(adapter), 1.0)]))
     weights = [value.const_value for value in plan.analysis.graph.graph.initializers.values()]
-    merged = [tensor for tensor in weights if isinstance(tensor, MergedTensor)]
+    merged = [tensor for tensor in weights if isinstance(tensor, ir.LazyTensor)]
     assert len(merged) == len(sizes())
     assert merged[0].numpy() is not merged[0].numpy(), "it is not kept"
 

@@ -11,7 +11,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.folding import known_array
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, names_in
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, symbols_in
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.compiler.request.shapes import AskedShapes, parse_shapes
 from splitc.runtime.errors import MisuseError
@@ -328,8 +328,8 @@ def test_dimensions_that_are_called_by_numbers(write_model: WriteModel, sizes: t
 def test_symbols_of_sizes_that_can_not_be_read() -> None:
     """Inference writes rounded sizes of windows so."""
     texts = ["height - past", "ceiling(height/2)", None]
-    assert [names_in(ir.SymbolicDim(text)) for text in texts] == [{"height", "past"}, set(), set()]
-    assert names_in(3) == set()
+    assert [symbols_in(ir.SymbolicDim(text)) for text in texts] == [{"height", "past"}, set(), set()]
+    assert symbols_in(3) == set()
 
 
 def test_a_convolution_of_less_data_than_its_kernel_has_no_negative_size(write_model: WriteModel) -> None:
