@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.fusion.attention import Attention, Bias
+from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
+from splitc.compiler.fusion.scores import Bias
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
