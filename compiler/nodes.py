@@ -7,6 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+# The domain of ONNX Runtime's own operators.
+MICROSOFT = "com.microsoft"
 # Marks initializers that are also inputs of the model: requests may override them (frontend/optional.py).
 OPTIONAL = "splitc.optional"
 
@@ -26,6 +28,11 @@ def describe_node(node: ir.Node) -> str:
     if not node.name:
         return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
     return f"node '{node.name}' ({node.op_type})"
+
+
+def input_at(node: ir.Node, place: int) -> ir.Value | None:
+    """An input of a node by its place; None if it is left out."""
+    return node.inputs[place] if place < len(node.inputs) else None
 
 
 def known_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:

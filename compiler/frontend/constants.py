@@ -16,7 +16,7 @@ from splitc.compiler.frontend.matching import constant_numbers, is_onnx, list_of
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.reads import all_nodes
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import input_at, known_tensor
 from splitc.compiler.operators.registry import operator_of
 
 # The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.
@@ -171,7 +171,7 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
         case "Mul" | "Div":
             return _is_one(node.inputs[1]) or (node.op_type == "Mul" and _is_one(node.inputs[0]))
         case "Dropout":
-            mode = node.inputs[2] if len(node.inputs) > 2 else None
+            mode = input_at(node, 2)
             is_read = any(made.uses() or made.is_graph_output() for made in node.outputs[1:])
             return not is_read and (mode is None or constant_numbers(mode) == [0])
         case "Pad":

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.folding import LONGEST
 from splitc.compiler.frontend.iterations import GOES_ON, LEADING, goes_on
 from splitc.compiler.frontend.matching import constant_numbers, made_by
+from splitc.compiler.nodes import input_at
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.row_groups import find_row_groups
@@ -131,7 +132,7 @@ def _has_name(size: int | ir.SymbolicDim) -> bool:
 def _of_given_sizes(rule: Rule, context: Any, node: ir.Node) -> None:
     """The rule of Split, corrected: parts whose lengths are computed are not taken for equal ones."""
     rule(context, node)
-    data, lengths = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+    data, lengths = node.inputs[0], input_at(node, 1)
     if lengths is None or lengths.const_value is not None or data is None or data.shape is None:
         return
     known = context.get_symbolic_value(lengths) or [None] * len(node.outputs)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.lazy_tensors import computed
-from splitc.compiler.nodes import known_weight, operator_name
+from splitc.compiler.nodes import input_at, known_weight, operator_name
 from splitc.runtime.arrays.array import Array
 
 # The operators, with the attribute that tells the layout: 0 is ONNX's.
@@ -107,7 +107,7 @@ def _projections(node: ir.Node) -> Iterator[_Packed]:
     if node.attributes.get_string("quant_type", "int") != "int":
         return
     for place, scales, attribute in PROJECTIONS:
-        value = node.inputs[place] if place < len(node.inputs) else None
+        value = input_at(node, place)
         if value is None:
             continue
         tensor, rows = _own(value), _outputs(node, scales)

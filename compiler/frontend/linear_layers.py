@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.nodes import known_weight
+from splitc.compiler.nodes import MICROSOFT, known_weight
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
@@ -126,12 +126,12 @@ def _packed(node: ir.Node, shape: Sequence[int], transposed: bool) -> _Multiplie
 _READERS: dict[tuple[str, str], tuple[Callable[[ir.Node, Sequence[int], bool], _Multiplied | None], int, bool]] = {
     ("", "MatMul"): (_product, 1, False),
     ("", "Gemm"): (_product, 1, False),
-    ("com.microsoft", "FusedMatMul"): (_product, 1, False),
+    (MICROSOFT, "FusedMatMul"): (_product, 1, False),
     ("", "Conv"): (_convolution, 1, False),
-    ("com.microsoft", "MatMulNBits"): (_packed, 1, True),
+    (MICROSOFT, "MatMulNBits"): (_packed, 1, True),
     ("", "MatMulInteger"): (_product, 1, True),
-    ("com.microsoft", "MatMulIntegerToFloat"): (_product, 1, True),
-    ("com.microsoft", "DynamicQuantizeMatMul"): (_product, 1, True),
+    (MICROSOFT, "MatMulIntegerToFloat"): (_product, 1, True),
+    (MICROSOFT, "DynamicQuantizeMatMul"): (_product, 1, True),
     ("", "ConvInteger"): (_convolution, 1, True),
     ("", "QLinearMatMul"): (_product, 3, True),
     ("", "QLinearConv"): (_convolution, 3, True),

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.nodes import input_at
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
@@ -80,7 +81,7 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
     """The nodes that look up rows by a value, each with its table."""
     for node, number in _uses(value):
         for indices, place in operator_of(node).lookups:
-            table = node.inputs[place] if place < len(node.inputs) else None
+            table = input_at(node, place)
             if number == indices and table is not None:
                 yield node, table
 

@@ -20,6 +20,7 @@ from splitc.compiler.frontend.optional import add_optional, optional_inputs, sou
 from splitc.compiler.frontend.origins import origin_of, put_behind, take_place
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.nodes import MICROSOFT
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.errors import MisuseError
@@ -36,7 +37,7 @@ MOST_RANK = 1 << 16
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
 # Products of dynamically quantized inputs.
 _INTEGER = ("MatMulInteger", "ConvInteger")
-_TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
+_TO_FLOAT = (MICROSOFT, "MatMulIntegerToFloat")
 
 
 def planned_rank(asked: int | None) -> int:

@@ -16,6 +16,7 @@ from splitc.compiler.frontend.room import mark_model_cache
 from splitc.compiler.frontend.shapes import may_be_same, sizes_of
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
+from splitc.compiler.nodes import input_at
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import AskedStates
 from splitc.runtime.errors import MisuseError
@@ -304,7 +305,7 @@ def settle_state_sizes(graph: Graph) -> None:
         if operator.state_sizes is None:
             continue
         for made, taken in operator.states.items():
-            past = node.inputs[taken] if taken < len(node.inputs) else None
+            past = input_at(node, taken)
             if past is None or not past.is_graph_input() or made >= len(node.outputs):
                 continue
             for value in (past, node.outputs[made]):

@@ -20,7 +20,7 @@ from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operan
 from splitc.compiler.fusion.scores import Bias
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import known_tensor, operator_name
+from splitc.compiler.nodes import input_at, known_tensor, operator_name
 
 OPERATOR, MULTI_HEAD = "Attention", "com.microsoft.MultiHeadAttention"
 # Indices of outputs.
@@ -66,9 +66,9 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     form = FORMS[operator_name(node)]
     _check(node, form)
     query, keys, values = (_by_heads(node, place, form, work) for place in range(3))
-    mask = _input(node, form.mask)
+    mask = input_at(node, form.mask)
     mask = None if mask is None or _hides_nothing(mask) else mask
-    has_past = _input(node, form.pasts[0]) is not None
+    has_past = input_at(node, form.pasts[0]) is not None
     if has_past:
         keys, values = as_operand(node.outputs[KEYS], 4), as_operand(node.outputs[VALUES], 4)
     axes, all_axes = axes_of(query, work.sizes), axes_of(keys, work.sizes)
@@ -102,21 +102,21 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 def _check(node: ir.Node, form: _Form) -> None:
     """Raise NotFusedError for a form that no other operator computes."""
     for place, name in form.others.items():
-        if _input(node, place) is not None:
+        if input_at(node, place) is not None:
             raise NotFusedError(f"it has the input {name}")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
         raise NotFusedError("its output qk_matmul_output has readers")
     precision = node.attributes.get_int("softmax_precision", ir.DataType.FLOAT)
     if precision not in (ir.DataType.FLOAT, node.inputs[0].dtype if node.inputs[0] else None):
         raise NotFusedError("its softmax_precision is neither float32 nor the type of its queries")
-    pasts = [_input(node, place) is not None for place in form.pasts]
+    pasts = [input_at(node, place) is not None for place in form.pasts]
     if any(pasts) and not (all(pasts) and len(node.outputs) > VALUES):
         raise NotFusedError("its keys and its values do not have a cache each")
 
 
 def _by_heads(node: ir.Node, place: int, form: _Form, work: Writer) -> Operand:
     """Queries, keys or values as [batch, heads, rows, size]."""
-    value = _input(node, place)
+    value = input_at(node, place)
     axes = None if value is None else work.sizes.axes(value)
     if value is None or axes is None:
         raise NotFusedError(NO_SIZES)
@@ -145,7 +145,3 @@ def _groups(heads: Axis, of_keys: Axis) -> int:
     if heads.fixed is None or not of_keys.fixed or heads.fixed % of_keys.fixed:
         raise NotFusedError(NO_HEADS)
     return heads.fixed // of_keys.fixed
-
-
-def _input(node: ir.Node, place: int) -> ir.Value | None:
-    return node.inputs[place] if place < len(node.inputs) else None

@@ -38,7 +38,7 @@ from splitc.compiler.fusion.latent_cache import OPERATOR as CACHED_LATENT
 from splitc.compiler.fusion.latent_cache import find_latent_caches
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
+from splitc.compiler.fusion.multi_head import OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import fuse_norm, move_transpose, narrow_norm
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
@@ -50,7 +50,7 @@ from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.split_norms import fuse_split_norms
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import name_of, operator_name
+from splitc.compiler.nodes import MICROSOFT, name_of, operator_name
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
@@ -109,7 +109,7 @@ def fuse(
     outcomes = _fuse_nodes(work)
     lengths = work.lengths.entries() if work.caches or work.adopted else ()
     if any(outcome.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for outcome in outcomes):
-        graph.model.opset_imports.setdefault(DOMAIN, 1)
+        graph.model.opset_imports.setdefault(MICROSOFT, 1)
     preamble = None
     if any(outcome.operator for outcome in outcomes):
         join_views(context.editor, context.sizes)

@@ -23,10 +23,11 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
-from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention, has_attribute
+from splitc.compiler.fusion.multi_head import Writing, check_attention, has_attribute
 from splitc.compiler.fusion.operand import PASSED, SWAP_HEADS, traced_back_merged, unmerged, untransposed
 from splitc.compiler.fusion.sizes import ONE, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import MICROSOFT
 
 OPERATOR = "GroupQueryAttention"
 # The indices of its inputs.
@@ -132,7 +133,7 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
             "causal": int(attention.is_causal),
             "softcap": attention.softcap,
         },
-        domain=DOMAIN,
+        domain=MICROSOFT,
         num_outputs=3,
     )
     if filled.has_branch:

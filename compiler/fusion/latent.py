@@ -27,10 +27,11 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
-from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
+from splitc.compiler.fusion.multi_head import Writing, check_attention
 from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, product_of, size_readers
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import MICROSOFT
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "FusedMatMul"
@@ -249,7 +250,7 @@ def _weighed(latent: LatentAttention, asked: Sequence[ir.Value], writing: Writin
         keys = part if isinstance(part, ir.Value) else shared
         own = work.reshape(own, [*rows, work.axes(own)[-1]], f"query{number}_rows")
         how = {"transB": 1, "alpha": latent.factor}
-        scores = work.add(f"scores{number}", OPERATOR, [own, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
+        scores = work.add(f"scores{number}", OPERATOR, [own, keys], like, [*rows, frame.all], domain=MICROSOFT, **how)
         summands.append(scores)
     total = reduce(lambda a, b: work.add("scores", "Add", [a, b], like, [*rows, frame.all]), summands)
     total = work.reshape(total, [*query, frame.all], "scores_by_heads")

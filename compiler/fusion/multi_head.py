@@ -23,8 +23,9 @@ from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operan
 from splitc.compiler.fusion.scores import RowScale
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import MICROSOFT
 
-DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
+OPERATOR = "MultiHeadAttention"
 
 
 @cache
@@ -32,7 +33,7 @@ def has_attribute(operator: str, attribute: str) -> bool:
     """Whether an operator of the installed ONNX Runtime's own has an attribute, which older ones may lack."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, operator))
+    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (MICROSOFT, operator))
     return any(attribute in schema.attributes for schema in schemas)
 
 
@@ -119,7 +120,7 @@ class Writing:
         axes = (frame.batch, frame.length, fixed_axis(frame.head_count * frame.value_size))
         like = attention.query.value
         how = {"num_heads": frame.head_count, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
-        return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
+        return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=MICROSOFT, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
         """The queries as [batch, length, heads x size], and a constant factor that is not applied to them yet."""

@@ -24,9 +24,9 @@ from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import settings_of
+from splitc.compiler.nodes import MICROSOFT, settings_of
 
-DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
+OPERATOR = "RotaryEmbedding"
 
 
 def fuse_rotary(last: ir.Node, context: Context) -> str | None:
@@ -195,7 +195,7 @@ class _Writing:
         how = {"interleaved": int(rotary.interleaved), "num_heads": self.frame.heads.fixed}
         if rotary.part is not None:
             how["rotary_embedding_dim"] = rotary.part
-        return work.add("rotary", OPERATOR, [data, first, *tables], data, axes, domain=DOMAIN, **how)
+        return work.add("rotary", OPERATOR, [data, first, *tables], data, axes, domain=MICROSOFT, **how)
 
     def _rows(self, table: ir.Value, own: Axes, role: str) -> ir.Value:
         """A table with these axes as [rows, pairs], in the data's type. It is made once, for all layers."""

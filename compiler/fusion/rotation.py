@@ -12,6 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.nodes import input_at
 
 Places = npt.NDArray[np.int64]
 # The most nodes that are traced back. A choice: exporters write a rotation with up to a dozen.
@@ -76,7 +77,7 @@ class _Step:
 
     def integers(self, number: int) -> list[int] | None:
         """An input that is a list of integers, or one integer; None if it is not known."""
-        value = self.node.inputs[number] if number < len(self.node.inputs) else None
+        value = input_at(self.node, number)
         if value is None or value.const_value is not None:
             return constant_numbers(value)
         array = self.context.tables.known.get(value.name or "")

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.fusion.grouped import BIAS, SINKS
-from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.fusion.operand import SWAP_HEADS
+from splitc.compiler.nodes import MICROSOFT, input_at
 
 # LatentAttention's queries of shared keys.
 SHARED_QUERY = 7
@@ -106,7 +106,7 @@ class Attention:
         return 1
 
     def input(self, place: int) -> ir.Value | None:
-        return self.node.inputs[place] if place < len(self.node.inputs) else None
+        return input_at(self.node, place)
 
     def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
         """Reshape queries [batch, length, heads x size] to [batch, key heads, rows, size].
@@ -145,7 +145,7 @@ class Attention:
         return self._product(query, keys, b, self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size))
 
     def _product(self, query: ir.Value, keys: ir.Value, b: Nodes, scale: float) -> ir.Value:
-        return b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
+        return b.one("FusedMatMul", query, keys, domain=MICROSOFT, alpha=scale, transB=1)
 
     def _softmax(self, scores: ir.Value, b: Nodes, seen: ir.Value | None) -> ir.Value:
         editor, like = b.editor, described(self.node.outputs[0])

@@ -20,11 +20,10 @@ from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.origins import described, origin_of
 from splitc.compiler.fusion.grouped import BIAS, KEY, LASTS, PASTS, QUERY, SINKS, TABLES, TOTAL
 from splitc.compiler.fusion.latent_cache import OPSET
-from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import Attention, AttentionOnLatents, Nodes, put_in_place
 from splitc.compiler.lowering.cache_rows import Rows, WindowRows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import MICROSOFT, operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED, LATENT
 
 # The attributes that the decomposition supports. Others must be 0.
@@ -130,4 +129,4 @@ def _rotated(value: ir.Value, heads: int, attention: Attention, rows: Rows) -> i
     width = None if table is None else table[-1]
     if isinstance(width, int) and 2 * width != rows.sizes[0]:
         attributes |= {"rotary_embedding_dim": 2 * width, "num_heads": heads}
-    return rows.nodes.one("RotaryEmbedding", value, rows.positions(), cosines, sines, domain=DOMAIN, **attributes)
+    return rows.nodes.one("RotaryEmbedding", value, rows.positions(), cosines, sines, domain=MICROSOFT, **attributes)

@@ -29,9 +29,9 @@ from splitc.compiler.fusion.experts import (
     fits,
 )
 from splitc.compiler.fusion.mixtures import Sorting, find_sorting
-from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.lowering.attention_nodes import Nodes, put_in_place
 from splitc.compiler.lowering.few_rows import count_rows, row_numbers
+from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups
 from splitc.runtime.arrays.array import Array
 
@@ -55,7 +55,7 @@ def fuse_experts(graph: ir.Graph) -> None:
             second = replace(experts.second, biases=sorting.biases or experts.second.biases)
         weights = [*_weights(experts.first, activation, editor), *_weights(second, Activation({}), editor)]
         how = {"k": 1, "normalize_routing_weights": 1, **activation.attributes}
-        made = b.one(OPERATOR, rows, choices, *weights, domain=DOMAIN, **how)
+        made = b.one(OPERATOR, rows, choices, *weights, domain=MICROSOFT, **how)
         if sorting is not None:
             node = producer_of(sorting.made)
             dtype = described(sorting.shares).dtype
@@ -64,7 +64,7 @@ def fuse_experts(graph: ir.Graph) -> None:
         put_in_place(node, b.made, [made])
         replaced = True
     if replaced:
-        graph.opset_imports.setdefault(DOMAIN, 1)
+        graph.opset_imports.setdefault(MICROSOFT, 1)
         remove_unused(graph)
 
 

@@ -28,12 +28,12 @@ from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.origins import described, noted_sizes, planned_shape, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
 from splitc.compiler.lowering.gpu_functions import DOMAIN, PROGRAM
+from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP
 from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Half, Span
 
-MICROSOFT = "com.microsoft"
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 # The names of steps that differ from their operators' names.
 NAMES = {"SimplifiedLayerNormalization": "RMSNormalization"}

@@ -21,7 +21,7 @@ from splitc.compiler.frontend.origins import described, own_shape, planned_shape
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.lowering.gpu_functions import call
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import MICROSOFT, known_tensor
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 
@@ -30,7 +30,7 @@ GATED = "BiasSplitGelu"
 WIDTHS = (2560, 5120, 10240)
 # The index of the axis of columns: values are [batch, tokens, columns].
 ROWS = 2
-DOMAIN, BIASED = "com.microsoft", "BiasGelu"
+BIASED = "BiasGelu"
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
         if gelu is None or biased is None:
             continue
         data, bias = biased
-        made = editor.before(node, BIASED, data, bias, domain=DOMAIN)
-        graph.opset_imports.setdefault(DOMAIN, 1)
+        made = editor.before(node, BIASED, data, bias, domain=MICROSOFT)
+        graph.opset_imports.setdefault(MICROSOFT, 1)
         take_place(made, gelu[1])
 
 
 def find_gelu(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """The input and the output of an exact Gelu that is this node, or is decomposed around this Erf; else None."""
     exact = node.attributes.get_string("approximate", "none") == "none"
-    if node.op_type != "Gelu" or node.domain not in ("", DOMAIN) or not exact or node.inputs[0] is None:
+    if node.op_type != "Gelu" or node.domain not in ("", MICROSOFT) or not exact or node.inputs[0] is None:
         return find_by_erf(node)
     return node.inputs[0], node.outputs[0]
 

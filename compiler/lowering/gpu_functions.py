@@ -18,12 +18,12 @@ import onnx_ir as ir
 from onnx.helper import make_function, make_node, make_opsetid
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.nodes import MICROSOFT
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.onnx_session import FUNCTIONS
 from splitc.runtime.package.fused import Fused, FusedInput, FusedStep
 
 DOMAIN, PROGRAM = "splitc.fused", "program"
-MICROSOFT = "com.microsoft"
 SINGLE = onnx.TensorProto.FLOAT
 # The first opset whose reductions take axes as an input.
 AXES_AS_INPUTS = 18

@@ -15,7 +15,7 @@ from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.lowering.attention_nodes import LAST, Nodes, put_in_place
 from splitc.compiler.lowering.cpu_values import SMALL, runs_on_gpu
 from splitc.compiler.lowering.skip_norms import known_shape
-from splitc.compiler.nodes import known_weight
+from splitc.compiler.nodes import input_at, known_weight
 from splitc.compiler.operators.gpu_kernels import HALVES, LAST_OPSET, has_gpu_kernel, is_too_new, typed_input
 from splitc.compiler.operators.indexing import marked_places
 
@@ -106,7 +106,7 @@ def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
         inputs = [wide, node.inputs[1], own, *node.inputs[3:]]
         return b.one("Cast", b.add("Pad", inputs, attributes=node.attributes.values())[0], to=ir.DataType.INT64)
 
-    fill = node.inputs[2] if len(node.inputs) > 2 else None
+    fill = input_at(node, 2)
     fills = (None, None) if fill is None else halves(fill)
     low, high = map(padded, halves(value), fills)
     put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)])

@@ -15,10 +15,11 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.operators.dequantized import is_fused
 from splitc.compiler.operators.registry import operator_of
 
-DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
+OPERATOR = "FusedMatMul"
 # The types that the operator's kernels on GPUs take.
 TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
@@ -37,8 +38,8 @@ def multiply_as_stored(graph: ir.Graph) -> None:
         if not all(is_onnx(node, "MatMul") and place == 1 for node, place in products):
             continue
         for node, _ in products:
-            made = editor.before(node, OPERATOR, node.inputs[0], weight, domain=DOMAIN, transB=1)
-            graph.opset_imports.setdefault(DOMAIN, 1)
+            made = editor.before(node, OPERATOR, node.inputs[0], weight, domain=MICROSOFT, transB=1)
+            graph.opset_imports.setdefault(MICROSOFT, 1)
             take_place(made, node.outputs[0])
 
 

@@ -22,9 +22,9 @@ from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.kernels import SINGLES
+from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.operators.gpu_kernels import HALVES
 
-DOMAIN = "com.microsoft"
 OPERATORS = {
     "LayerNormalization": "SkipLayerNormalization",
     "SimplifiedLayerNormalization": "SkipSimplifiedLayerNormalization",
@@ -63,7 +63,7 @@ def fuse_skips(graph: ir.Graph) -> None:
 
 def decompose(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """The additions and the norm that a fused node computes, as separate nodes; any other node as it is."""
-    kind = _NORMS.get(node.op_type) if node.domain == DOMAIN else None
+    kind = _NORMS.get(node.op_type) if node.domain == MICROSOFT else None
     if kind is None:
         return [node]
     first, second, scale, *rest = node.input
@@ -132,11 +132,11 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
         OPERATORS[norm.op_type],
         [addition.first, addition.second, *weights, *([] if addition.bias is None else [addition.bias])],
         {"epsilon": norm.attributes.get_float("epsilon", 1e-5)},
-        domain=DOMAIN,
+        domain=MICROSOFT,
         num_outputs=OUTPUTS,
         name=norm.name,
     )
-    editor.graph.opset_imports.setdefault(DOMAIN, 1)
+    editor.graph.opset_imports.setdefault(MICROSOFT, 1)
     editor.graph.insert_before(addition.node, made)
     for old, new in ((norm.outputs[0], made.outputs[0]), (total, made.outputs[SUM])):
         take_place(new, old)

@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_shape_inference import registry
 
+from splitc.compiler.nodes import input_at
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.elementwise import elementwise
 from splitc.compiler.operators.linear import convolve, matrix, product, product_flops
@@ -74,7 +75,7 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 def gemm_shape(context: Any, node: ir.Node) -> None:
     """The shape of a Gemm, in the type of the output's zero point; float32 without one."""
-    left, right, zero = node.inputs[0], node.inputs[3], node.inputs[8] if len(node.inputs) > 8 else None
+    left, right, zero = node.inputs[0], node.inputs[3], input_at(node, 8)
     rows = None if left is None or left.shape is None else left.shape[node.attributes.get_int("transA", 0)]
     columns = None if right is None or right.shape is None else right.shape[1 - node.attributes.get_int("transB", 0)]
     shape = context.name_anonymous_dims_in_shape(ir.Shape([rows, columns]))

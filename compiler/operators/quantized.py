@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.nodes import input_at
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
@@ -273,7 +274,7 @@ def flat_product_shape(context: Any, node: ir.Node) -> None:
 
 def quantized_shape(context: Any, node: ir.Node) -> None:
     """The shape of the data, and the type of the zero point (uint8 without one)."""
-    data, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    data, zero = node.inputs[0], input_at(node, 2)
     dtype = ir.DataType.UINT8 if zero is None or zero.dtype is None else zero.dtype
     context.set_shape_and_dtype(node.outputs[0], None if data is None else data.shape, dtype)
 

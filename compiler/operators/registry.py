@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import input_at, operator_name
 from splitc.compiler.operators import (
     attention,
     elementwise,
@@ -91,7 +91,7 @@ def quantizes(node: ir.Node) -> bool:
         return True
     if matrix is None:
         return False
-    weight = node.inputs[matrix] if matrix < len(node.inputs) else None
+    weight = input_at(node, matrix)
     maker = weight.producer() if weight is not None else None
     return maker is not None and operator_of(maker).dequantizes and is_fused(maker)
 

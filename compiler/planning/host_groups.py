@@ -24,7 +24,7 @@ def single_groups(hosts: Sequence[int], numbers: Sequence[int]) -> list[int]:
 
     `hosts` has the number of devices of each host, largest first.
     """
-    return [n for n in numbers if 1 < n <= hosts[0] or n in (sum(hosts[:2]), sum(hosts))]
+    return [n for n in numbers if n > 1 and (n <= hosts[0] or n in (sum(hosts[:2]), sum(hosts)))]
 
 
 def host_sizes(devices: Sequence[Device]) -> list[int]:

@@ -24,7 +24,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx, made_by, source_through
 from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.nodes import known_weight
+from splitc.compiler.nodes import input_at, known_weight
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.indexing import SELECTS, WRITES
@@ -124,7 +124,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     turning = {
         node: index
         for node in graph.nodes
-        if operator_of(node).tables and (index := _input(node, _index_of(node))) is not None
+        if operator_of(node).tables and (index := input_at(node, _index_of(node))) is not None
         if index.producer() in nodes
     }
     values = from_sizes(graph, bound)
@@ -341,10 +341,6 @@ def _lookup_rule(index: Array | None, aligned: dict[ir.Node, frozenset[int]], op
             for leaf, numbers in zip(leaves, own, strict=True):
                 operation.relate((leaf,), places[numbers[0]])
             aligned[operation.node] = frozenset(number for numbers in own for number in numbers)
-
-
-def _input(node: ir.Node, number: int) -> ir.Value | None:
-    return node.inputs[number] if number < len(node.inputs) else None
 
 
 def _columns(part: Array | None) -> list[Array | None]:
