@@ -95,7 +95,8 @@ def _stack(loop: ir.Node, lists: list[_List], editor: Editor) -> None:
     """Replace a loop by one that stacks the items of these lists, in place."""
     body, places = loop.attributes["body"].as_graph(), {one.place for one in lists}
     for one in sorted(lists, key=lambda one: -one.place):
-        del body.inputs[LEADING + one.place], body.outputs[GOES_ON + one.place]
+        body.inputs.pop(LEADING + one.place)  # `del` would leave the values marked as inputs and outputs
+        body.outputs.pop(GOES_ON + one.place)
     for one in lists:
         item, result = editor.before(one.append, "Identity", one.item), one.append.outputs[0]
         item.name, result.name = result.name, None  # names of its own might be those of values outside

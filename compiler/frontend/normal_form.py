@@ -154,7 +154,7 @@ def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:
     """
     passed = tuple((place, value) for place, value in enumerate(graph.outputs) if value.is_graph_input())
     for place, _ in reversed(passed):
-        del graph.outputs[place]
+        graph.outputs.pop(place)  # `del` would leave the value marked as an output
     if not graph.outputs:
         raise ModelError("the model computes nothing: all its outputs are inputs")
     return passed
