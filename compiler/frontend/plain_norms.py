@@ -133,7 +133,7 @@ def center_squares(node: ir.Node, editor: Editor) -> bool:
     axes, keepdims = _reduced_axes(mean), mean.attributes.get_int("keepdims", 1)
     if axes is None or axes != _reduced_axes(of_squares) or keepdims != of_squares.attributes.get_int("keepdims", 1):
         return False
-    centered = _centered(data, mean if keepdims else _kept(mean, axes, editor), editor)
+    centered = _centered(data, mean if keepdims else _kept(mean, axes, editor))
     squares = editor.before(node, "Mul", centered, centered, dtype=data.dtype)
     squares.shape = data.shape
     editor.replace(node, _mean(squares, axes, keepdims, editor))
@@ -152,14 +152,14 @@ def _root_of(value: ir.Value | None) -> ir.Value | None:
 def _kept(mean: ir.Node, axes: set[int], editor: Editor) -> ir.Node:
     """The same mean with its axes kept."""
     kept = _mean(mean.inputs[0], axes, 1, editor)
-    editor.graph.insert_after(mean, kept)
+    mean.append(kept)
     return kept
 
 
-def _centered(data: ir.Value, mean: ir.Node, editor: Editor) -> ir.Value:
+def _centered(data: ir.Value, mean: ir.Node) -> ir.Value:
     """The difference of a value and its mean."""
     node = ir.node("Sub", [data, mean.outputs[0]])
-    editor.graph.insert_after(mean, node)
+    mean.append(node)
     node.outputs[0].type, node.outputs[0].shape = data.type, data.shape
     return node.outputs[0]
 
@@ -194,7 +194,7 @@ def center_first(node: ir.Node, editor: Editor) -> bool:
                 mean = made_by(other, "ReduceMean")
                 if same is not factor or mean is None or mean.inputs[0] is not data or not _keeps_axes(mean):
                     continue
-                centered = _centered(data, mean, editor)
+                centered = _centered(data, mean)
                 last = _weights_last(centered, factor, node, editor) or (centered, factor)
                 if bias is None:
                     editor.replace(node, ir.node("Mul", last))
