@@ -223,6 +223,24 @@ def test_a_norm_along_another_axis(tmp_path: Path, divided: str, width: int) -> 
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("channels", [16, 4])
+def test_a_norm_along_few_channels_stays(tmp_path: Path, channels: int) -> None:
+    """Transposes would take longer than fusing saves."""
+    signature = f"norm (float[batch, {channels}, 8] data) => (float[batch, {channels}, 8] y)"
+    body = f"{CENTERED.replace('-1', '1').replace('wide', 'data')} {DIVIDED}  y = Neg (normal)"
+    model = onnx.parser.parse_model(f"{HEAD.replace('18', '14')} {signature} {{ {body} }}")
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes({"data": (2, channels, 8)}), 1)
+    before = operators(analysis.graph.graph)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    (outcome,) = made.outcomes
+    if channels == 16:
+        assert operators(made.graph.graph) == ["Transpose", "LayerNormalization", "Transpose", "Neg"]
+    else:
+        assert "too short for transposes" in (outcome.why or "") and operators(made.graph.graph) == before
+
+
 @pytest.mark.parametrize(
     "behind",
     [
