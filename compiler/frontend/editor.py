@@ -16,6 +16,8 @@ from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
 
+# The first opset with the operator Where.
+WHERE = 9
 # The first opset in which an operator takes lists of numbers as inputs. Before, they are attributes.
 LISTS_AS_INPUTS = {
     "Slice": 10,

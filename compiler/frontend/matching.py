@@ -10,6 +10,9 @@ import onnx_ir as ir
 from splitc.compiler.nodes import known_tensor, known_weight
 from splitc.runtime.arrays.array import Array
 
+# Operators that change a value's shape and keep the order of its elements.
+VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+
 
 def is_onnx(node: ir.Node | None, *operators: str) -> TypeGuard[ir.Node]:
     """Whether a node is one of these standard ONNX operators."""
@@ -91,6 +94,21 @@ def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
     """The tensor of a weight."""
     assert weight.const_value is not None
     return weight.const_value
+
+
+def constant(value: ir.Value | None) -> float | None:
+    """The number of a constant of one element; None for any other value, and for one that requests may override."""
+    tensor = known_tensor(value)
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
+
+
+def root_of_square(value: ir.Value | None) -> ir.Value | None:
+    """The x of x^2; None for any other value."""
+    node = made_by(value, "Mul", "Pow")
+    if node is None:
+        return None
+    is_square = node.inputs[0] is node.inputs[1] if node.op_type == "Mul" else constant(node.inputs[1]) == 2
+    return node.inputs[0] if is_square else None
 
 
 def constant_numbers(value: ir.Value | None) -> list[int] | None:

@@ -14,14 +14,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend import plain_norms as norms
 from splitc.compiler.frontend.constants import ANY_END, bypass
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, made_by, only_user, readers_of, value_before
-from splitc.compiler.frontend.plain_norms import VIEWS, added_axes, factors, is_known, size_of
+from splitc.compiler.frontend.editor import WHERE, Editor
+from splitc.compiler.frontend.matching import VIEWS, constant_numbers, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.plain_norms import added_axes, factors, is_known, size_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.nodes import known_tensor
-
-# The first opset with the operator Where.
-WHERE = 9
 
 
 def use_plain_forms(graph: ir.Graph) -> bool:

@@ -14,11 +14,18 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import bypass
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import list_of, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.matching import (
+    constant,
+    list_of,
+    made_by,
+    only_user,
+    readers_of,
+    root_of_square,
+    value_before,
+)
 from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.nodes import known_tensor, settings_of
 
-VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceMax", "ReduceMin")
 # The relative tolerance of a constant that is one over a size.
 _CLOSE = 1e-6
@@ -109,7 +116,7 @@ def _mean(data: ir.Value | None, axes: set[int], keepdims: int, editor: Editor) 
 def take_root(node: ir.Node, editor: Editor) -> bool:
     """Replace a power of one half by a square root."""
     data, made = node.inputs[0], node.outputs[0]
-    is_half = _is_number(node.inputs[1], 0.5)
+    is_half = constant(node.inputs[1]) == 0.5
     if not is_half or data is None or data.shape is None or made.shape is None or len(data.shape) != len(made.shape):
         return False
     if data.dtype is None or not data.dtype.is_floating_point():  # Sqrt takes no integers
@@ -118,16 +125,10 @@ def take_root(node: ir.Node, editor: Editor) -> bool:
     return True
 
 
-def _is_number(value: ir.Value | None, number: float) -> bool:
-    """Whether a value is a constant of one element, which is this number."""
-    tensor = known_tensor(value)
-    return tensor is not None and tensor.size == 1 and float(tensor.numpy().reshape(())) == number
-
-
 def center_squares(node: ir.Node, editor: Editor) -> bool:
     """Replace mean(x^2) - mean(x)^2 by the mean of (x - mean(x))^2."""
-    of_squares, mean = made_by(node.inputs[0], "ReduceMean"), made_by(_root_of(node.inputs[1]), "ReduceMean")
-    data = None if of_squares is None or mean is None else _root_of(of_squares.inputs[0])
+    of_squares, mean = made_by(node.inputs[0], "ReduceMean"), made_by(root_of_square(node.inputs[1]), "ReduceMean")
+    data = None if of_squares is None or mean is None else root_of_square(of_squares.inputs[0])
     if of_squares is None or mean is None or data is None or mean.inputs[0] is not data:
         return False
     axes, keepdims = _reduced_axes(mean), mean.attributes.get_int("keepdims", 1)
@@ -138,15 +139,6 @@ def center_squares(node: ir.Node, editor: Editor) -> bool:
     squares.shape = data.shape
     editor.replace(node, _mean(squares, axes, keepdims, editor))
     return True
-
-
-def _root_of(value: ir.Value | None) -> ir.Value | None:
-    """The x of x^2; None for any other value."""
-    node = made_by(value, "Mul", "Pow")
-    if node is None:
-        return None
-    is_square = node.inputs[0] is node.inputs[1] if node.op_type == "Mul" else _is_number(node.inputs[1], 2)
-    return node.inputs[0] if is_square else None
 
 
 def _kept(mean: ir.Node, axes: set[int], editor: Editor) -> ir.Node:
@@ -179,8 +171,8 @@ def skip_bound(node: ir.Node, editor: Editor) -> bool:
     """Skip the lower bound 0 of a mean of squares, by a Max, a Clip or a Relu."""
     for mean, *bounds in (node.inputs, node.inputs[::-1]) if node.op_type == "Max" else (node.inputs,):
         of_squares = made_by(mean, "ReduceMean")
-        is_lower = node.op_type == "Relu" or (len(bounds) == 1 and _is_number(bounds[0], 0))
-        if mean is not None and of_squares is not None and _root_of(of_squares.inputs[0]) and is_lower:
+        is_lower = node.op_type == "Relu" or (len(bounds) == 1 and constant(bounds[0]) == 0)
+        if mean is not None and of_squares is not None and root_of_square(of_squares.inputs[0]) and is_lower:
             return bypass(editor.graph, node, mean)
     return False
 
@@ -263,4 +255,4 @@ def _is_reciprocal(value: ir.Value) -> bool:
     node = made_by(value, "Reciprocal", "Div", "Pow")
     if node is None or node.op_type == "Reciprocal":
         return node is not None
-    return _is_number(node.inputs[0], 1) if node.op_type == "Div" else _is_number(node.inputs[1], -0.5)
+    return constant(node.inputs[0]) == 1 if node.op_type == "Div" else constant(node.inputs[1]) == -0.5

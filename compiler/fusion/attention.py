@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import readers_of
+from splitc.compiler.frontend.matching import VIEWS, readers_of
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, in_half_precision
+from splitc.compiler.fusion.operand import PASSED, Operand, in_half_precision
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import source_through
+from splitc.compiler.frontend.matching import VIEWS, source_through
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
-from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of
+from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, axes_of
 from splitc.compiler.fusion.scores import Bias
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitc.compiler.frontend.matching import is_onnx, readers_of
+from splitc.compiler.frontend.matching import constant, is_onnx, readers_of
 from splitc.compiler.fusion.attention import Attention, Blanks
-from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import ONE, Sizes
 
 

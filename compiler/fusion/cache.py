@@ -12,11 +12,11 @@ from itertools import chain
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import VIEWS, is_onnx
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
+from splitc.compiler.fusion.operand import Operand, factor_of
 from splitc.compiler.fusion.scores import RowScale
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
 from splitc.compiler.fusion.softmax import computed_beside

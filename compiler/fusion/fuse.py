@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.matching import source_through
+from splitc.compiler.frontend.matching import VIEWS, source_through
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
@@ -40,7 +40,6 @@ from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.modulation import fuse_modulation
 from splitc.compiler.fusion.multi_head import OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import fuse_norm, move_transpose, narrow_norm
-from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import fuse_rotary, move_rotary

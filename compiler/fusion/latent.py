@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
-from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
+from splitc.compiler.frontend.matching import VIEWS, is_onnx, made_by, own_matrix, tensor_of, value_before
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import write_bias
@@ -28,7 +28,7 @@ from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.latent_cache import LatentCaches
 from splitc.compiler.fusion.multi_head import Writing, check_attention
-from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, traced_back, traced_back_merged
+from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, product_of, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import MICROSOFT

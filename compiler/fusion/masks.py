@@ -11,11 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import constant, is_onnx
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.fusion.grouped import BIAS, PASTS
 from splitc.compiler.fusion.lengths import Filled
-from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.softmax import without_nan
 from splitc.compiler.nodes import operator_name

@@ -13,13 +13,13 @@ from functools import cache
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import VIEWS, is_onnx
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import SWAP_HEADS, VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
+from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.scores import RowScale
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer

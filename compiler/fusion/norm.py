@@ -23,13 +23,23 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import combined, is_onnx, list_of, made_by, only_user, tensor_of, value_before
+from splitc.compiler.frontend.matching import (
+    combined,
+    constant,
+    is_onnx,
+    list_of,
+    made_by,
+    only_user,
+    root_of_square,
+    tensor_of,
+    value_before,
+)
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.operand import Operand, constant, half_result, half_source, untransposed
+from splitc.compiler.fusion.operand import Operand, half_result, half_source, untransposed
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
@@ -119,7 +129,7 @@ def find_norms(mean: ir.Node) -> list[Norm]:
     axis = _averaged_axis(mean) if is_onnx(mean, "ReduceMean") else None
     if axis is None:
         return []
-    data = _squared(mean.inputs[0])
+    data = root_of_square(mean.inputs[0])
     root = None if data is None else _find_root(mean.outputs[0])
     if data is None or root is None:
         return []
@@ -166,14 +176,6 @@ def _before_centering(value: ir.Value, axis: int) -> ir.Value | None:
         return None
     keeps_axes = mean.attributes.get_int("keepdims", 1) == 1
     return node.inputs[0] if keeps_axes and _averaged_axis(mean) == axis else None
-
-
-def _squared(value: ir.Value | None) -> ir.Value | None:
-    """The x of x^2; None for any other value."""
-    node = made_by(value, "Mul", "Pow")
-    one, other = (None, None) if node is None else node.inputs
-    is_square = node is not None and (one is other if node.op_type == "Mul" else constant(other) == 2)
-    return one if is_square else None
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:

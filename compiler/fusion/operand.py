@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import filled_with, is_onnx, made_by, only_user, value_before
+from splitc.compiler.frontend.matching import VIEWS, constant, filled_with, is_onnx, made_by, only_user, value_before
 from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes
-from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 
-# Operators that change a value's shape and keep the order of its elements.
-VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 PASSED = frozenset({"Cast"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
 # Transposes [batch, heads, rows, size] to [batch, rows, heads, size], and back.
@@ -168,12 +165,6 @@ def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
     if one is None or not number or constant(one) is not None:
         return None
     return one, number if node.op_type == "Mul" else 1 / number
-
-
-def constant(value: ir.Value | None) -> float | None:
-    """The number of a constant of one element; None for any other value, and for one that requests may override."""
-    tensor = known_tensor(value)
-    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def same_number(value: ir.Value | None) -> float | None:

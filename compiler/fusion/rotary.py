@@ -17,10 +17,18 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, source_through, value_before
+from splitc.compiler.frontend.matching import (
+    VIEWS,
+    is_onnx,
+    made_by,
+    only_user,
+    readers_of,
+    source_through,
+    value_before,
+)
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import PASSED, VIEWS, half_result
+from splitc.compiler.fusion.operand import PASSED, half_result
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
 

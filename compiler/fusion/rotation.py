@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import constant_numbers
+from splitc.compiler.frontend.matching import VIEWS, constant, constant_numbers
 from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.fusion.operand import PASSED
 from splitc.compiler.nodes import input_at
 
 Places = npt.NDArray[np.int64]

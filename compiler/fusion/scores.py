@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import VIEWS, constant
 from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
-from splitc.compiler.fusion.operand import PASSED, VIEWS, constant, factor_of, same_number
+from splitc.compiler.fusion.operand import PASSED, factor_of, same_number
 from splitc.compiler.fusion.product import Product, RankOf, comes_from_product, is_product, multiplies, read_product
 from splitc.compiler.fusion.softmax import is_row_maximum, swaps_last
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, list_of, readers_of, value_before
+from splitc.compiler.frontend.matching import VIEWS, constant, is_onnx, list_of, readers_of, value_before
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.fusion.operand import PASSED
 from splitc.compiler.fusion.product import RankOf
 from splitc.compiler.nodes import name_of
 

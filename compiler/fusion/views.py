@@ -16,8 +16,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.constants import ANY_END
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import constant_numbers, is_onnx, value_before
-from splitc.compiler.fusion.operand import VIEWS
+from splitc.compiler.frontend.matching import VIEWS, constant_numbers, is_onnx, value_before
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
 # A size in the graph: a number, or an expression of symbols.

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import VIEWS, is_onnx, made_by, value_before
 from splitc.compiler.frontend.origins import described, noted_sizes, planned_shape, take_place
 from splitc.compiler.frontend.shapes import numbers_or_names
 from splitc.compiler.lowering.gpu_functions import DOMAIN, PROGRAM
@@ -34,7 +34,6 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP
 from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Half, Span
 
-VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 # The names of steps that differ from their operators' names.
 NAMES = {"SimplifiedLayerNormalization": "RMSNormalization"}
 NORMS = ("LayerNormalization", "RMSNormalization")

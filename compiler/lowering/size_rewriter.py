@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import WHERE
 from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import given_sizes
@@ -23,9 +24,6 @@ from splitc.compiler.operators.operation import Axes, Operation, Sizes
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 from splitc.runtime.arrays.array import Array
-
-# The first opset with the operator Where.
-WHERE = 9
 
 
 @dataclass(frozen=True)
