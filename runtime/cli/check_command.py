@@ -129,7 +129,7 @@ class Comparison:
                 # A model with slots of its own takes the adapters.
                 given = feeds if held is None else {**feeds, **held.arrays}
                 judged = judge(compared, whole, given, whole.run(given), actual, excused=excused)
-            measured = measure_ranks(session, feeds) if self.memory else []
+            measured = measure_ranks(load_session, session, feeds) if self.memory else []
             notes = [*judged.notes, *filter(None, [judged.unsteady])]
             if held is not None and not all(difference.passed for difference in judged.differences):
                 notes.append(f"if {model.name} has no slots, it ran without the adapter: name one that has it merged")

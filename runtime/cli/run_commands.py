@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -98,7 +99,8 @@ def bench_command(
     check_outputs({"--report": report, "--trace": trace}, [package, baseline, inputs, before])
     check_report(report)
     earlier = None if before is None else read_bench(before)
-    with shown_bars(), load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
+    opened = partial(load, package, in_flight=in_flight)
+    with shown_bars(), opened() as session, open_feeds(session, inputs, seed, fill) as feeds:
         result = bench(
             session,
             feeds,
@@ -109,7 +111,8 @@ def bench_command(
             warmup=warmup,
             trusts_data=trusts_data,
         )
-        measured, manifest = measure_ranks(session, feeds) if memory else [], as_run(session.manifest, session.devices)
+        manifest = as_run(session.manifest, session.devices)
+        measured = measure_ranks(opened, session, feeds) if memory else []
     if trace:
         write_trace(trace, manifest.ranks, result.timeline)
     if report:

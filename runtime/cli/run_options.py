@@ -16,15 +16,13 @@ from splitc.runtime.cli.shared_options import ADAPTER, CUDA_GRAPH, DEVICE, HOST_
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
-from splitc.runtime.feeds.rows import count_rows, cut_rows, share_rows
-from splitc.runtime.hardware.devices import Device, host_memory
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.requests.empty_states import unfed_states
-from splitc.runtime.session.session import Session, choose_shares
-from splitc.runtime.tools.rank_memory import bytes_to_measure, measure_memory
-from splitc.runtime.units import format_bytes
+from splitc.runtime.requests.rank_kinds import PROCESSES
+from splitc.runtime.session.session import Session
 
 Load = partial[Session]
 
@@ -72,39 +70,25 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
         ) from error
 
 
-def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of each rank: on GPUs as it is now, after runs; on CPU devices measured in a process for each rank.
+def measure_ranks(load: Load, session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
+    """The memory of each rank, after runs. `load` loads the session's package as it was loaded.
 
-    None, with a warning, if these processes would need more than is free beside the session.
+    The session is closed if its ranks are threads on CPU devices. They run once more then, as processes.
     """
     for note in session.notes:
         print_warning(note)
-    measured = session.device_memory()
-    if not measured and (needed := bytes_to_measure(session.manifest)) > (free := host_memory()[1]):
-        print_warning(
-            f"memory is not measured: that needs {format_bytes(needed)} beside the session, and {format_bytes(free)} "
-            "is free"
-        )
-        return []
-    measured = measured or _measure_groups(session, feeds)
+    measured = session.device_memory() or _measure_apart(load, session, feeds)
     names = [str(device) for device in session.devices]
     return [msgspec.structs.replace(memory, device=name) for memory, name in zip(measured, names, strict=True)]
 
 
-def _measure_groups(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of ranks on CPU devices. Ranks of several groups get their group's rows of the feeds."""
-    manifest, count = session.manifest, len(session.devices) // len(session.manifest.ranks)
-    adapters = session.adapters.sum(None)
-    axes = manifest.batch or {}
-    rows = count_rows(feeds, axes, manifest.row_sources) if count > 1 else None
-    if rows is None or rows < 2:
-        return measure_memory(session.package, session.threads, feeds, adapters) * count
-    counts = share_rows(rows, choose_shares(manifest, count))
-    measured = {
-        own: measure_memory(session.package, session.threads, cut_rows(feeds, axes, rows, 0, max(1, own)), adapters)
-        for own in dict.fromkeys(counts)
-    }
-    return [memory for own in counts for memory in measured[own]]
+def _measure_apart(load: Load, session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
+    session.close()  # the ranks' memory is needed for the processes
+    with load(ranks=PROCESSES) as apart:
+        if apart.adapters.used:
+            apart.run(feeds, adapters={})  # loads the engines without slots, which are planned for as well
+        apart.run(feeds)
+        return apart.device_memory()
 
 
 def as_run(manifest: Manifest, devices: Sequence[Device]) -> Manifest:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
+from splitc.runtime.hardware.memory_use import MemoryUse
 from splitc.runtime.package.manifest import EngineFile, Weight
 
 
@@ -157,9 +158,15 @@ class Backend(ABC):
     def wait_all(self) -> None:
         """Wait until the device has finished all its work."""
 
-    def used_bytes(self) -> int | None:
-        """The bytes in use of the device's own memory; None if it uses the host's."""
+    def memory(self) -> MemoryUse | None:
+        """The memory in use on the device; None if it is that of a process with more than this rank."""
         return None
+
+    def own_process(self, lent: Callable[[], int] = lambda: 0) -> None:
+        """Take the process's memory for that of the device, if it has none of its own.
+
+        `lent` returns the bytes of a request's feeds in shared memory, which count too.
+        """
 
     def reserve(self, size: int) -> None:
         """Reserve this many bytes, besides the engines' own."""

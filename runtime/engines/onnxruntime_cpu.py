@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from splitc.runtime.errors import EngineError, FollowingError, HandOverError, Pa
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
 from splitc.runtime.hardware.heap import compact_heap
+from splitc.runtime.hardware.memory_use import MemoryUse, process_memory
 from splitc.runtime.units import format_bytes
 
 # ONNX Runtime's errors, which have no common base but Exception. All of them: the system's errors come as any of these,
@@ -177,6 +179,7 @@ class OnnxRuntimeBackend(Backend):
         self._threads = threads
         self._trusts_data = trusts_data
         self._stays_mapped = False
+        self._lent: Callable[[], int] | None = None  # where the process is the rank's own
         self._limit = host_limit(None)
         self._is_loading = False  # a rank's engines, which share an arena
         self._options = ort.RunOptions()
@@ -223,6 +226,15 @@ class OnnxRuntimeBackend(Backend):
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Does nothing for weights in mapped files: the system pages them in and out."""
         self.map_weights()
+
+    def memory(self) -> MemoryUse | None:
+        if self._lent is None:
+            return None
+        use = process_memory()
+        return replace(use, peak=use.peak + self._lent())
+
+    def own_process(self, lent: Callable[[], int] = lambda: 0) -> None:
+        self._lent = lent
 
     def stop(self) -> None:
         self._options.terminate = True

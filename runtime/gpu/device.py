@@ -21,6 +21,7 @@ from splitc.runtime.gpu.pinned_memory import Pins
 from splitc.runtime.gpu.weight_places import lay_out
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
+from splitc.runtime.hardware.memory_use import MemoryUse
 from splitc.runtime.hardware.profiles import PROFILES
 from splitc.runtime.units import format_bytes
 
@@ -303,11 +304,11 @@ class GpuDevice:
         """Wait until the stream has finished all its work."""
         self.wait(self.record())
 
-    def used_bytes(self) -> int:
-        """The bytes of this GPU's memory that are in use by any process."""
+    def memory(self) -> MemoryUse:
+        """This GPU's memory in use by any process. CuPy and the engines never return it, so this is also the peak."""
         with self.device:
             free, total = self.cuda.runtime.memGetInfo()
-        return int(total - free)
+        return MemoryUse(int(total - free), int(total - free))
 
     def record(self) -> Any:
         """An event that completes when the stream has finished all work so far."""

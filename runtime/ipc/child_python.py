@@ -6,14 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from tempfile import TemporaryFile
 from typing import TextIO
 
-from splitc.runtime.errors import FollowingError, MisuseError, SplitcError
-
-# What Python prints before the message of such an error.
-_FOLLOWED = f"{FollowingError.__module__}.{FollowingError.__qualname__}: "
+from splitc.runtime.errors import MisuseError, SplitcError
 
 
 def python_command(imports: str, call: str, *arguments: object) -> list[str]:
@@ -32,28 +28,22 @@ def python_command(imports: str, call: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-def last_lines(commands: Sequence[Sequence[str]], what: Sequence[str], inherited: Sequence[int] = ()) -> list[str]:
-    """The last lines that processes print, which run at once. None of them is left, whatever happens.
+def last_line(command: Sequence[str], what: str) -> str:
+    """The last line that a process prints. It is not left, whatever happens.
 
-    Raises SplitcError if one fails: `what` it was to do, and the last line of its errors. Of several the first one that
-    did not only follow another's failure.
+    Raises SplitcError if it fails: `what` it was to do, and the last line of its errors.
     """
-    with ExitStack() as stack:
-        running = []
-        for command in commands:
-            # No pipes: a process that waits for another's value would not do so while that one waits for a reader.
-            printed, errors = (stack.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(2))
-            process = subprocess.Popen(command, stdout=printed, stderr=errors, pass_fds=inherited)
-            running.append((stack.enter_context(process), printed, errors))
-            stack.callback(process.kill)
-        failures = [
-            f"can't {doing}: {_last_line(errors)}"
-            for (process, _, errors), doing in zip(running, what, strict=True)
-            if process.wait()
-        ]
-        if failures:
-            raise SplitcError(min(failures, key=lambda said: _FOLLOWED in said))
-        return [_last_line(printed) for _, printed, _ in running]
+    # No pipes: the process would wait for this one to read what it prints.
+    with TemporaryFile("w+", errors="replace") as printed, TemporaryFile("w+", errors="replace") as errors:
+        with subprocess.Popen(command, stdout=printed, stderr=errors) as process:
+            try:
+                failed = process.wait()
+            except BaseException:
+                process.kill()
+                raise
+        if failed:
+            raise SplitcError(f"can't {what}: {_last_line(errors)}")
+        return _last_line(printed)
 
 
 def _last_line(file: TextIO) -> str:

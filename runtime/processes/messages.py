@@ -93,7 +93,7 @@ class Loaded(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Report(Struct, frozen=True, array_like=True, tag=True):
-    """The memory of a rank's GPU, None for a CPU device, and messages for the user."""
+    """A rank's memory, None before it is loaded, and messages for the user."""
 
     memory: RankMemory | None
     notes: tuple[str, ...]

@@ -60,6 +60,7 @@ class RankProcess:
     def __init__(
         self, setup: Setup, backend: Backend, control: Control, collectives: Collectives, cuda_graphs: bool
     ) -> None:
+        backend.own_process(control.lent)
         self._control = control
         self._collectives = collectives
         ranks = setup.manifest.ranks

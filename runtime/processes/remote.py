@@ -144,7 +144,7 @@ class RemoteRanks(ABC):
         return list(dict.fromkeys(note for report in self._ask() for note in report.notes))
 
     def device_memory(self) -> list[RankMemory]:
-        """The memory of the ranks' GPUs since loading; empty for CPU devices."""
+        """The memory of the ranks since loading."""
         return [report.memory for report in self._ask() if report.memory is not None]
 
     def _ask(self) -> list[Report]:

@@ -138,6 +138,9 @@ class Control(Protocol):
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
         """The feeds and initial states of the last order. They are valid until it is answered."""
 
+    def lent(self) -> int:
+        """The bytes of the last order's feeds that are in shared memory."""
+
     def send(self, message: Message) -> None:
         """Send the session a message."""
 
@@ -162,6 +165,7 @@ class SocketControl:
         self._spin = spin
         self._feeds = Borrower(channel.receive_descriptor)
         self._outputs = Lender()
+        self._lent = 0
 
     def receive(self, spins: bool) -> Message:
         self._channel.spin = self._spin if spins else 0.0
@@ -172,7 +176,11 @@ class SocketControl:
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
         self._outputs.give_back(order.unused[self._number])
         arrays = self._feeds.look(order.arrays)
+        self._lent = sum(array.nbytes for _, array in arrays[: order.fed])
         return dict(arrays[: order.fed]), dict(arrays[order.fed :])
+
+    def lent(self) -> int:
+        return self._lent
 
     def send(self, message: Message) -> None:
         self._channel.send(message)

@@ -17,7 +17,7 @@ from splitc.runtime.engines.variables import use_first_expert_kernels
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
-from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.hardware.memory_use import MemoryUse, RankMemory
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.package.manifest_file import same_package
 from splitc.runtime.ranks.loop import Program
@@ -95,14 +95,14 @@ class LoadedRank:
     """A rank's program and its engines' communicators, one for each of its groups.
 
     - `capture_blocker`: why its work can't be captured as a CUDA graph; None if it can.
-    - `before`, `loaded`: the bytes in use on the device before and after loading; None where it uses the host's memory.
+    - `before`, `loaded`: the device's memory before and after loading; None in a thread on a CPU device.
     """
 
     program: Program
     communicators: Sequence[Communicator]
     capture_blocker: str | None
-    before: int | None
-    loaded: int | None
+    before: MemoryUse | None
+    loaded: MemoryUse | None
 
     def begin(self, request: int) -> list[int]:
         """Begin the request with this number in all collectives. Returns the number of its run in each."""
@@ -121,22 +121,18 @@ class LoadedRank:
         told = [communicator.fail(run) for communicator, run in zip(self.communicators, runs, strict=True)]
         return all(told)
 
-    def memory(self, rank: Rank, now: int | None) -> RankMemory | None:
-        """The growth of the device's used memory since before loading; None if it uses the host's memory.
+    def memory(self, rank: Rank, use: MemoryUse | None) -> RankMemory | None:
+        """The growth of the memory since before loading, with the prediction; None if it is not known.
 
-        CuPy and the engines never return memory, so after a run this is the peak.
+        Weights in mapped files count as far as requests read them.
         """
-        if now is None or self.before is None or self.loaded is None:
+        if use is None or self.before is None or self.loaded is None:
             return None
-        before = self.before
         adapted = any(isinstance(one, EngineForms) and one.is_loaded(ADAPTED) for one in self.program.engines)
-        return measured_memory(rank, self.loaded - before, now - before, adapted)
-
-
-def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMemory:
-    """A rank's measured memory and the package's prediction. `adapted`: requests with adapters are included."""
-    total = rank.total_bytes if adapted else rank.total_bytes - rank.adapter_bytes
-    return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, total)
+        total = rank.total_bytes if adapted else rank.total_bytes - rank.adapter_bytes
+        loaded = self.loaded.now - self.before.now + max(0, use.mapped - self.loaded.mapped)
+        peak = use.peak - self.before.now
+        return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, total)
 
 
 def make_backend_of(manifest: Manifest, number: int, device: Device, threads: int, cuda_graphs: bool) -> Backend:
@@ -158,7 +154,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
         backend.map_weights()
     if setup.swap is not None:
         backend.swap_weights(setup.swap)
-    before = backend.used_bytes()
+    before = backend.memory()
     if any(file.experts for file in rank.engines):
         use_first_expert_kernels()
     communicators: dict[tuple[int, ...], Communicator] = {}
@@ -185,7 +181,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     ]
     program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
     return LoadedRank(
-        program, list(communicators.values()), next(filter(None, blockers), None), before, backend.used_bytes()
+        program, list(communicators.values()), next(filter(None, blockers), None), before, backend.memory()
     )
 
 

@@ -118,7 +118,7 @@ class Worker(threading.Thread):
 
     def device_memory(self) -> RankMemory | None:
         """See LoadedRank.memory."""
-        return self._loaded.memory(self._setup.rank, self.backend.used_bytes())
+        return self._loaded.memory(self._setup.rank, self.backend.memory())
 
     def _serve(self, request: InFlightRequest) -> None:
         start = time.perf_counter()

@@ -184,7 +184,7 @@ class Session(Requests, Listed):
         return self._telemetry.counters.read()
 
     def device_memory(self) -> list[RankMemory]:
-        """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""
+        """The ranks' memory since the session began, and predictions; empty for threads on CPU devices."""
         return self._workers.device_memory()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import tempfile
 import time
@@ -20,10 +21,9 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.gpu.array import Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
-from splitc.runtime.ipc.child_python import last_lines, python_command
+from splitc.runtime.ipc.child_python import last_line, python_command
 from splitc.runtime.ranks.recording import capture
 from splitc.runtime.threads.failures import Failure, attempt
-from splitc.runtime.tools.rank_memory import peak_bytes, read_job, resident_bytes, write_job
 
 # Runs that do not count, and those whose median does. A choice: more take longer, of each block.
 WARMUP, RUNS = 2, 7
@@ -50,26 +50,29 @@ def measure_engine(
     Raises SplitcError if it does not run.
     """
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
-        job = write_job(Path(folder) / "job", (path, device, threads, feeds, in_place))
+        job = Path(folder) / "job"
+        # Pickle keeps all number types of arrays.
+        job.write_bytes(pickle.dumps((path, device, threads, feeds, in_place), pickle.HIGHEST_PROTOCOL))
         command = python_command(f"from {__name__} import main", "main()", job)
-        (printed,) = last_lines([command], [f"measure a block on {device}"])
+        printed = last_line(command, f"measure a block on {device}")
     return msgspec.json.decode(printed, type=EngineCosts)
 
 
 def main() -> None:
     """Measure the file of the job that the command line names, and print its costs as JSON."""
-    path, device, threads, arrays, in_place = read_job(sys.argv[1])
+    path, device, threads, arrays, in_place = pickle.loads(Path(sys.argv[1]).read_bytes())
     backend = make_backend(ONNXRUNTIME, device, threads)
     backend.attach()
-    before = backend.used_bytes()
-    resident = resident_bytes()
+    backend.own_process()
+    before = backend.memory()
     engine = backend.load(path)
     _forget_peak()
     feeds = {name: backend.upload(array) for name, array in arrays.items()}
     into = {output: feeds[name] for name, output in in_place.items()}
     seconds = _timed(partial(_run, backend, engine, feeds, into))
-    now = backend.used_bytes()
-    taken = peak_bytes() - resident if before is None or now is None else now - before
+    after = backend.memory()
+    assert before is not None and after is not None, "of a process with nothing else"
+    taken = after.peak - before.now
     if isinstance(backend, GpuDevice) and engine.capture_blocker is None:
         seconds = replay_seconds(backend, partial(engine.run, feeds, into)) or seconds
     print(msgspec.json.encode(EngineCosts(seconds, max(0, taken))).decode())

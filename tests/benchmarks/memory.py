@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -69,11 +70,12 @@ def _measured(model: Path, mode: str, options: argparse.Namespace) -> list[RankM
 
 def measure(package: Path, threads: int) -> list[RankMemory]:
     """The memory of a package's ranks after requests with made-up inputs."""
-    with Session(package, threads=threads) as session:
+    load = partial(Session, package, threads=threads)
+    with load() as session:
         feeds = make_inputs(session.inputs, 0, {})
         for _ in range(REQUESTS if session.devices[0].kind == "cuda" else 0):
             session.run(feeds)
-        return measure_ranks(session, feeds)
+        return measure_ranks(load, session, feeds)
 
 
 def _numbers(rank: RankMemory) -> list[str]:

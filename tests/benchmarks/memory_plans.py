@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -101,8 +102,9 @@ def run_plan(
     with tempfile.TemporaryDirectory() as folder:
         try:
             compile_model(plan, Path(folder) / "package", verify=False)
-            with Session(Path(folder) / "package", threads=threads) as session:
-                measured = measure_ranks(session, make_inputs(session.inputs, 0, {}))
+            load = partial(Session, Path(folder) / "package", threads=threads)
+            with load() as session:
+                measured = measure_ranks(load, session, make_inputs(session.inputs, 0, {}))
         except SplitcError as error:
             with suppress(SplitcError):  # sizes that do not go together fail unsplit too
                 compile_model(free, Path(folder) / "free", verify=False)

@@ -25,9 +25,9 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferErr
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Rank
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block, check_rows
+from tests.helpers.measured import measured
 
 # Budgets here are those of tiny models.
 pytestmark = pytest.mark.usefixtures("bare_engines")
@@ -298,12 +298,12 @@ def test_linked_weights_are_parts_of_the_models_own_files(tmp_path: Path) -> Non
 
 
 def test_measured_memory_is_as_predicted(tmp_path: Path) -> None:
-    """Ranks that wait for each other are still measured one by one."""
+    """Also of ranks that wait for each other."""
     save(build(Size(layers=2, hidden=768, heads=8, kv_heads=8, feed_forward=2048, vocabulary=1000)), tmp_path / "model")
     request = Request(split_mode="row", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     compile_model(plan_model(tmp_path / "model", ["2xcpu"], request), tmp_path / "package", verify=False)
     feeds = make_inputs(read_manifest(tmp_path / "package").inputs)
-    for rank in measure_memory(tmp_path / "package", 1, feeds):
+    for rank in measured(tmp_path / "package", feeds):
         assert abs(rank.loaded - rank.predicted_weights) < 32 << 20
         assert abs(rank.peak - rank.predicted_total) < 32 << 20
 

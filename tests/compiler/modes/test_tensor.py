@@ -26,6 +26,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
+from tests.helpers.measured import measured
 from tests.helpers.operators import softmax
 
 TENSOR = Request(split_mode="tensor")
@@ -230,9 +231,7 @@ def test_without_the_library_there_are_sums_between_engines(
 
 
 def test_measured_memory_of_ranks(two_ranks: tuple[Plan, Path]) -> None:
-    from splitc.runtime.tools.rank_memory import measure_memory
-
-    found = measure_memory(two_ranks[1], 1, decoder_feeds())
+    found = measured(two_ranks[1], decoder_feeds())
     assert [rank.device for rank in found] == ["cpu0", "cpu1"]
     assert all(np.isfinite(rank.peak) and rank.peak > 0 for rank in found)
 

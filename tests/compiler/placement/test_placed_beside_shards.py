@@ -22,10 +22,10 @@ from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
+from tests.helpers.measured import measured
 from tests.helpers.mixtures import FORMS, WIDE, Mixtures, Sizes, mixture_feeds
 from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_failures_are_alone, assert_layer_has_its_cache, assert_same
@@ -164,7 +164,7 @@ def test_measured_peaks_are_those_predicted(tmp_path: Path, mixtures: Mixtures) 
     model = mixtures("stacked", 2, Sizes(rows=8000, wide=512, inner=1024, experts=8))
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 64)})
     compile_model(plan, tmp_path / "package", verify=False)
-    for rank in measure_memory(tmp_path / "package", 1, mixture_feeds(64)):
+    for rank in measured(tmp_path / "package", mixture_feeds(64)):
         assert -2 << 20 < rank.predicted_total - rank.peak < 24 << 20
 
 

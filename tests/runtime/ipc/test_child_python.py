@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 
 import psutil
 import pytest
 
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.ipc.child_python import last_lines, python_command
+from splitc.runtime.ipc.child_python import last_line, python_command
 
 
-def test_what_they_print_last() -> None:
-    commands = [python_command("import os", f"print('a'); print({number})") for number in range(2)]
-    assert last_lines(commands, ["one", "other"]) == ["0", "1"]
-    with pytest.raises(SplitcError, match=r"^can't do other: ValueError: bad$"):
-        last_lines([commands[0], python_command("import os", "raise ValueError('bad')")], ["do one", "do other"])
+def test_what_it_prints_last() -> None:
+    assert last_line(python_command("import os", "print('a'); print(1)"), "print") == "1"
+    with pytest.raises(SplitcError, match=r"^can't do it: ValueError: bad$"):
+        last_line(python_command("import os", "raise ValueError('bad')"), "do it")
 
 
-def test_cause_is_told_and_not_what_follows() -> None:
-    follows = "from splitc.runtime.errors import FollowingError", "raise FollowingError('a sum was given up')"
-    commands = [python_command(*follows), python_command("import os", "raise ValueError('bad')")]
-    with pytest.raises(SplitcError, match=r"^can't do other: ValueError: bad$"):
-        last_lines(commands, ["do one", "do other"])
+def test_one_that_says_much() -> None:
+    says = python_command("import sys", "sys.stderr.write('x' * 200000); print('y' * 200000); print('said')")
+    assert last_line(says, "say") == "said"
 
 
-def test_one_that_waits_for_another_which_says_much() -> None:
-    read, write = os.pipe()
-    waits = python_command("import select", f"print(len(select.select([{read}], [], [], 20)[0]))")
-    says = python_command("import os", f"sys.stderr.write('x' * 200000); os.write({write}, b'x'); print('said')")
-    try:
-        assert last_lines([waits, says], ["wait", "say"], [read, write]) == ["1", "said"]
-    finally:
-        os.close(read)
-        os.close(write)
+def test_it_is_not_left_if_the_wait_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(process: subprocess.Popen[str], timeout: float | None = None) -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
 
-
-def test_none_is_left_where_not_all_can_start() -> None:
     before = psutil.Process().children()
-    with pytest.raises(FileNotFoundError):
-        last_lines([python_command("import time", "time.sleep(60)"), ["/nowhere/python"]], ["", ""])
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        last_line(python_command("import time", "time.sleep(60)"), "sleep")
     assert psutil.Process().children() == before
 
 

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.request.places import Place
-from splitc.runtime import Session, SplitcError
+from splitc.runtime import Session
 from splitc.runtime.cli import terminal
+from splitc.runtime.cli.run_options import measure_ranks
 from splitc.runtime.cli.run_tables import print_memory
 from splitc.runtime.feeds.fills import make_inputs
-from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.hardware import memory_use
+from splitc.runtime.hardware.memory_use import RankMemory, process_memory
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.tools import rank_memory
-from splitc.runtime.tools.rank_memory import _measure_group, measure_memory
 from tests.conftest import decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
+from tests.helpers.measured import measured
 from tests.helpers.needs import needs_parts_freed
+from tests.helpers.packages import compile_mode
 
 # What an ONNX Runtime session takes for itself, about 12 MiB, and as much again for how the system counts.
 ENGINE = 32 << 20
 
 
 def test_peak_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_memory, "_status", lambda name: None)
-    assert rank_memory.peak_bytes() >= rank_memory.resident_bytes() // 2
+    monkeypatch.setattr(memory_use, "_status", dict)
+    use = process_memory()
+    assert use.peak >= use.now // 2
 
 
 def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
     request = Request(split_mode="layer", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package", verify=False)
     feeds = make_inputs(read_manifest(tmp_path / "package").inputs)
-    for rank in measure_memory(tmp_path / "package", 1, feeds):
+    for rank in measured(tmp_path / "package", feeds):
         assert abs(rank.loaded - rank.predicted_weights) < ENGINE
         assert abs(rank.peak - rank.predicted_total) < ENGINE
         assert rank.predicted_weights > 64 << 20
@@ -55,7 +56,7 @@ def test_weights_that_requests_read_from_their_files_count_as_loaded(tmp_path: P
     b.give(b.op("MatMul", b.data("x", (8, 1, 1024), [8, "n", 1024]), b.w("stack", 8, 1024, 1024)), "y")
     save(b.model(), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", "1xcpu", Request()), tmp_path / "package", verify=False)
-    (rank,) = measure_memory(tmp_path / "package", 1, b.feeds)
+    (rank,) = measured(tmp_path / "package", b.feeds)
     assert 32 << 20 < rank.loaded < (32 << 20) + ENGINE
     assert rank.peak - rank.loaded < 16 << 20
 
@@ -66,7 +67,7 @@ def test_what_is_fed_is_part_of_the_peak(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", "1xcpu", Request(shapes={"x": (8, 1 << 20)}))
     compile_model(plan, tmp_path / "package", verify=False)
-    (rank,) = measure_memory(tmp_path / "package", 1, b.feeds)
+    (rank,) = measured(tmp_path / "package", b.feeds)
     assert rank.peak > 32 << 20
     assert rank.loaded < ENGINE
 
@@ -83,13 +84,11 @@ def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Pat
     compile_model(plan, tmp_path / "package", verify=False)
     sizes = {slot.names[0]: (slot.inputs, slot.outputs) for slot in plan.analysis.slots}
     file = write_peft(tmp_path / "style", random_pairs(sizes, 128, size=0.02))
-    with Session(tmp_path / "package", adapters=[(str(file), 1.0)]) as session:
-        feeds, held = make_inputs(session.inputs), session.adapters.sum(None)
-    peaks = []
-    for adapters in (None, held):
-        measured = measure_memory(tmp_path / "package", 1, feeds, adapters)
-        assert all(abs(rank.peak - rank.predicted_total) < 16 << 20 for rank in measured)
-        peaks.append([rank.peak for rank in measured])
+    feeds, peaks = make_inputs(read_manifest(tmp_path / "package").inputs), []
+    for adapters in ([], [(str(file), 1.0)]):
+        ranks = measured(tmp_path / "package", feeds, adapters)
+        assert all(abs(rank.peak - rank.predicted_total) < 16 << 20 for rank in ranks)
+        peaks.append([rank.peak for rank in ranks])
     assert [more - plain > 32 << 20 for plain, more in zip(*peaks, strict=True)] == slotted
 
 
@@ -117,7 +116,7 @@ def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tm
     asked = Request(split_mode=mode, tensor_split=[1, 1], shapes={"x": (2, wide)})
     plan = plan_model(tmp_path / "model.onnx", "2xcpu", asked)
     compile_model(plan, tmp_path / "package", verify=False)
-    for rank in measure_memory(tmp_path / "package", 1, b.feeds):
+    for rank in measured(tmp_path / "package", b.feeds):
         assert rank.predicted_weights > 64 << 20
         assert abs(rank.peak / rank.predicted_total - 1) < 0.1
 
@@ -131,22 +130,16 @@ def test_what_is_unaccounted_for_is_shown_in_bytes(monkeypatch: pytest.MonkeyPat
     assert "%" not in shown.getvalue()
 
 
-def test_rank_that_fails_is_named(package: Path) -> None:
-    feeds = decoder_feeds()
-    feeds["attention_mask"] = feeds["attention_mask"][:, :-1]
-    with pytest.raises(SplitcError, match=r"can't measure the memory of rank 0 \(cpu0\): .*stage0.onnx failed"):
-        measure_memory(package, 1, feeds)
+def test_ranks_as_processes_are_measured_where_they_run(package: Path) -> None:
+    load = partial(Session, package, threads=1, ranks="processes")
+    with load() as session:
+        session.run(decoder_feeds())
+        assert [rank.peak > rank.loaded > 0 for rank in measure_ranks(load, session, decoder_feeds())] == [True] * 3
+        session.run(decoder_feeds())
 
 
-def test_ranks_may_be_sent_what_only_others_read(tmp_path: Path) -> None:
-    """A placed weight's output goes to all ranks with shards, and only the first one uses it."""
-    b = Block()
-    hidden = b.op("Relu", b.op("MatMul", b.data("x", (4, 64), ["n", 64]), b.w("up", 64, 128)))
-    part = b.op("MatMul", b.data("z", (4, 512), ["n", 512]), b.w("placed", 512, 1))
-    b.give(b.op("Add", b.op("MatMul", hidden, b.w("down", 128, 64)), part), "y", ["n", 64])
-    save(b.model(), tmp_path / "model.onnx")
-    request = Request(split_mode="tensor", place=[Place("placed", "cpu2")])
-    plan = plan_model(tmp_path / "model.onnx", "3xcpu", request)
-    ranks = compile_model(plan, tmp_path / "package", verify=False).ranks
-    values: dict[str, Any] = {**b.feeds, str(part.name): np.zeros((4, 1), np.float32)}
-    assert _measure_group(tmp_path / "package", ranks, [1], 1, values, None, tmp_path)[1].peak > 0
+def test_groups_of_ranks_are_all_measured(decoder: Path) -> None:
+    load = partial(Session, compile_mode(decoder, "batch"), threads=1)
+    with load() as session:
+        names = [rank.device for rank in measure_ranks(load, session, decoder_feeds())]
+    assert names == ["cpu0", "cpu1"]
