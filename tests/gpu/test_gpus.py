@@ -123,6 +123,7 @@ def test_devices_that_meet_on_the_host(mode: str, devices: list[str], tmp_path: 
         many = [in_single(feeds(*size, seed)) for seed, size in enumerate(sizes)]
         for given, outputs in zip(many, session.map(many)):
             agree(whole(given), outputs)
+        assert [memory.peak > 0 for memory in session.device_memory()] == [True] * len(devices)
 
 
 def in_single(given: dict[str, Any]) -> dict[str, Any]:

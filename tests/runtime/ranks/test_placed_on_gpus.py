@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.request.places import Place
 from splitc.runtime import Session
+from splitc.runtime.cli.run_options import measure_ranks
 from splitc.runtime.engines.operator_library import is_built
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
@@ -52,6 +54,15 @@ def test_gpus_and_cpus_exchange_inside_engines(decoder: Path, tmp_path: Path, de
     ranks = make_package(decoder, tmp_path / "package", devices).ranks
     assert [len(rank.engines) for rank in ranks] == [1] * len(devices)
     assert {tuple(engine.group) for rank in ranks for engine in rank.engines} == {tuple(range(len(devices)))}
+
+
+def test_memory_of_gpus_and_cpus_is_measured(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.compiler.lowering.segments.has_collectives", lambda engine, devices: False)
+    make_package(decoder, tmp_path / "package", ["cuda0", "cpu0"])
+    load = partial(Session, tmp_path / "package", verify="never")
+    with load() as session:
+        measured = measure_ranks(load, session, decoder_feeds(2, 3, 5))
+    assert [memory.device for memory in measured] == ["cuda0", "cpu0"]
 
 
 GROUPS = [
