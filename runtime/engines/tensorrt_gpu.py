@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -21,9 +21,8 @@ from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions
 
-# The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers. A choice: a
-# graph takes memory on the GPU, a shape a few hundred bytes; dropped ones are made again.
-MOST_GRAPHS, MOST_SHAPES = 32, 64
+# The most input shapes whose output shapes an engine remembers. A choice: one takes a few hundred bytes.
+MOST_SHAPES = 64
 # TensorRT's names of number types that are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
@@ -33,7 +32,7 @@ class TensorrtEngine:
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
 
-    def __init__(self, name: str, engine: Any, backend: TensorrtBackend, replays: bool) -> None:
+    def __init__(self, name: str, engine: Any, backend: TensorrtBackend) -> None:
         self._name = name
         self._engine = engine
         self._backend = backend
@@ -55,9 +54,6 @@ class TensorrtEngine:
         v2 = hasattr(engine, "device_memory_size_v2")
         self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
         self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
-        self._capture = backend.cuda_graphs and replays
-        self._graphs: dict[Any, Any] = {}
-        self._seen: dict[Any, None] = {}
 
     def connect(self, communicator: Communicator) -> None:
         """Give NCCL's communicator to the context. This is a handshake: all ranks must do so at the same time.
@@ -66,7 +62,7 @@ class TensorrtEngine:
         """
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        self._capture = False  # capturing collectives has been seen to hang
+        # Capturing collectives has been seen to hang.
         self.capture_blocker = f"{self._name} waits for other ranks while it runs"
         if not self.context.set_communicator(new(communicator.pointer, b"ncclComm_t", None)):
             raise PackageError(f"{self._name} does not take its communicator: {self._backend.said()}")
@@ -83,9 +79,10 @@ class TensorrtEngine:
             self._shapes[key] = self._infer()
         shapes = self._shapes[key]
         made = {n: into[n] if n in into else self._backend.empty(shapes[n], self._types[n]) for n in self.outputs}
-        scratch = self._backend.lend_scratch(self)
-        pointers = tuple(value.pointer for value in (*given.values(), *made.values()))
-        self._launch((key, scratch, pointers), lambda: self._bind({**given, **made}, arrays))
+        self._backend.lend_scratch(self)
+        self._bind({**given, **made}, arrays)
+        if not self.context.execute_async_v3(self._backend.stream.ptr):
+            raise EngineError(f"{self._name} failed on {self._backend.name}: {self._backend.said()}")
         self._backend.keep(arrays)
         return made
 
@@ -106,53 +103,6 @@ class TensorrtEngine:
             raise EngineError(f"the size of '{unknown[0]}' depends on data, which splitc does not support in TensorRT")
         return shapes
 
-    def _launch(self, key: Any, bind: Callable[[], None]) -> None:
-        """Run the engine on the values that `bind` binds. A `key`'s second run is captured, and later ones replay it.
-
-        To launch a graph takes the host a few microseconds, to launch an engine of a few layers hundreds. A graph only
-        fits the addresses that it was captured with, but the pool returns the same addresses again and again.
-        """
-        stream = self._backend.stream
-        if self._backend.tape is not None:
-            bind()
-            self._enqueue()
-            return
-        if (graph := self._graphs.get(key)) is not None:
-            graph.launch(stream)
-            return
-        bind()
-        if key in self._seen and self._capture and not self._on_host:
-            graph = self._captured()
-            if graph is not None:
-                if len(self._graphs) == MOST_GRAPHS:
-                    del self._graphs[next(iter(self._graphs))]
-                self._graphs[key] = graph
-                graph.launch(stream)
-                return
-        self._seen = dict.fromkeys([*list(self._seen)[-MOST_GRAPHS:], key])
-        self._enqueue()
-
-    def _captured(self) -> Any:
-        """A run with the bound values as a CUDA graph; None if it can't be captured, which ends further attempts."""
-        stream = self._backend.stream
-        try:
-            stream.begin_capture(self._backend.cuda.runtime.streamCaptureModeThreadLocal)
-            try:
-                self._enqueue()
-            finally:
-                graph = stream.end_capture()
-        except (EngineError, self._backend.cuda.runtime.CUDARuntimeError) as error:
-            self._capture = False
-            self._backend.notes.append(
-                f"{self._name} can't be captured as a CUDA graph, and is launched eagerly: {error}"
-            )
-            return None
-        return graph
-
-    def _enqueue(self) -> None:
-        if not self.context.execute_async_v3(self._backend.stream.ptr):
-            raise EngineError(f"{self._name} failed on {self._backend.name}: {self._backend.said()}")
-
     def _fit(self, name: str, value: GpuArray) -> GpuArray:
         """The value in the engine's number type: TensorRT before version 10 has int32 instead of int64."""
         return value if value.dtype == self._types[name] else self._backend.cast(value, self._types[name])
@@ -161,9 +111,8 @@ class TensorrtEngine:
 class TensorrtBackend(GpuDevice, Backend):
     """TensorRT, or TensorRT-RTX, on one GPU."""
 
-    def __init__(self, kind: EngineKind, device: Device, options: BuildOptions, cuda_graphs: bool = True) -> None:
+    def __init__(self, kind: EngineKind, device: Device, options: BuildOptions) -> None:
         super().__init__(device)
-        self.cuda_graphs = cuda_graphs
         kind.need_installed()
         self.trt: ModuleType = importlib.import_module(kind.module)
         self._options = options
@@ -179,7 +128,7 @@ class TensorrtBackend(GpuDevice, Backend):
     @classmethod
     def create(cls, options: BackendOptions) -> TensorrtBackend:
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, MisuseError if TensorRT is."""
-        return cls(options.kind, options.device, options.build, options.cuda_graphs)
+        return cls(options.kind, options.device, options.build)
 
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -189,7 +138,7 @@ class TensorrtBackend(GpuDevice, Backend):
             engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         if self._options.strip_weights:
             self._refit(engine, path, options.source)
-        loaded = TensorrtEngine(path.name, engine, self, options.replays)
+        loaded = TensorrtEngine(path.name, engine, self)
         self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
         if options.communicator is not None:
             loaded.connect(options.communicator)
@@ -205,18 +154,14 @@ class TensorrtBackend(GpuDevice, Backend):
         if source is None or not parser.refit_from_file(str(source)) or not refitter.refit_cuda_engine():
             raise PackageError(f"{path} has no weights, and can't be given those of {source}: {self.said()}")
 
-    def lend_scratch(self, engine: TensorrtEngine) -> int:
-        """Give the engine the scratch memory that the rank's engines share: one runs at a time.
-
-        Returns its address.
-        """
+    def lend_scratch(self, engine: TensorrtEngine) -> None:
+        """Give the engine the scratch memory that the rank's engines share: one runs at a time."""
         if self._scratch is None:
             self._scratch = self.empty((self._most_scratch,), "uint8")
         if hasattr(engine.context, "set_device_memory"):
             engine.context.set_device_memory(self._scratch.pointer, self._scratch.nbytes)
         else:
             engine.context.device_memory = self._scratch.pointer
-        return self._scratch.pointer
 
     def said(self) -> str:
         """TensorRT's last error."""
