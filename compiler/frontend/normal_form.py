@@ -40,6 +40,7 @@ def lift(model: ir.Model) -> None:
             del model.functions[identifier]
     if model.functions:
         passes.InlinePass()(model)
+    SortUnsorted()(model)
     if any(node.op_type == "Constant" for node in all_nodes(model.graph)):
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if has_subgraphs(model.graph):
@@ -144,7 +145,7 @@ class RemoveUnused(ir.passes.InPlacePass):
 
 
 # Afterwards every node is needed, every output has a producer, and nodes are sorted.
-COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted())
+COMPLETE = ir.passes.Sequential(SortUnsorted(), RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs())
 
 
 def take_off_passed(graph: ir.Graph) -> tuple[tuple[int, ir.Value], ...]:

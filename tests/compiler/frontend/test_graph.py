@@ -127,6 +127,23 @@ def test_outputs_that_are_left_out_stay_so_beside_an_if(write_model: WriteModel)
     assert [value.name for value in read_graph(path).nodes[0].outputs] == ["n", "", "", "s"]
 
 
+def test_nodes_in_any_order_keep_their_branches(write_model: WriteModel, tmp_path: Path) -> None:
+    """ONNX Runtime sorts nodes, and its conversion to float16 leaves casts at the end: an If may follow its readers."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x, bool c) => (float[n, 4] y)
+        <float[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8}>
+        { y = MatMul (b, w)
+          b = Add (a, x)
+          a = If (c) <then_branch = one () => (t) { t = Neg (x) },
+                      else_branch = two () => (e) { e = MatMul (x, w) }> }"""
+    )
+    assert [node.op_type for node in read_graph(path).nodes] == ["If", "Add", "MatMul"]
+    for settings in ({}, {"c": True}, {"c": False}):
+        plan = plan_model(path, "1xcpu", Request(settings=settings, shapes={"x": (2, 4)}))
+        compile_model(plan, tmp_path / f"package{len(settings)}", force=True)  # which compares it with the model
+
+
 def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> None:
     """Also inside an If. An output keeps its name."""
     path = write_model(
