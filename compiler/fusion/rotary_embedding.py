@@ -83,8 +83,6 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no known value has one of its dynamic sizes")
-    if any(map(frame.differs, frame.tables)) and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
-        raise NotFusedError("no axis of an input has the length of its tables")
     data = behind_split(rotary.data, context)
     rotary, work = replace(rotary, data=data), replace(work, sources=(data, *work.sources[1:]))
     if rotary.places is not None:
@@ -206,8 +204,9 @@ class _Writing:
         key = (table, rotary.interleaved, rotary.data.dtype)
         if key in rows:
             return rows[key]
-        at, sources = self.tables.node_after(table), _inputs(self.work)
-        work = replace(self.work, at=at, name=table.name or role, sources=sources)
+        work = replace(self.work, at=self.tables.node_after(table), name=table.name or role, sources=_inputs(self.work))
+        if frame.differs(own) and not all(map(work.has, frame.rows)):  # read off the data of the first layer
+            work = replace(work, at=self.work.at, sources=self.work.sources)
         made = work.reshape(table, own, f"{role}_flat")
         pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
         if not rotary.by_pairs:

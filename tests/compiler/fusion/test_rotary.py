@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -345,6 +346,36 @@ def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, plan
         np.testing.assert_allclose(run(result, fed), run(model, fed), rtol=0, atol=1e-5)
     with pytest.raises(ERRORS):  # the operator would take some of the rows
         run(result, {**inputs, "data": inputs["data"][:1]})
+
+
+def test_data_and_positions_that_are_joined_from_inputs_of_their_own_lengths(tmp_path: Path) -> None:
+    """As of a text and an image: no input has the length of all, and only the data say how many rows there are."""
+    text = onnx.printer.to_text(written(whole(False, SLICED)))
+    for own, axis in (("data", 2), ("positions", 1)):
+        declared = next(line for line in re.findall(r"[^(,]+\[[^]]*\] " + own, text))
+        halves = [declared.replace("length", f"{own}{n}").replace(f" {own}", f" {own}_{n}") for n in range(2)]
+        text = text.replace(declared, ",".join(halves))
+        text = text.replace("{", f"{{ {own} = Concat <axis = {axis}> ({own}_0, {own}_1) ", 1)
+    model = onnx.parser.parse_model(text.replace(f"{HEADS},length,{SIZE}] y", f"{HEADS},rows,{SIZE}] y"))
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {f"data_{n}": (2, HEADS, 3 + n, SIZE) for n in range(2)}
+    shapes.update({f"positions_{n}": (2, 3 + n) for n in range(2)})
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [outcome.operator for outcome in made.outcomes] == ["RotaryEmbedding"]
+    whole_inputs, result = feeds(), ir.to_proto(made.graph.model)
+
+    def cut(of_data: int, of_positions: int) -> dict[str, np.ndarray]:
+        data = np.split(whole_inputs["data"], [of_data], 2)
+        positions = np.split(whole_inputs["positions"], [of_positions], 1)
+        return {**{f"data_{n}": data[n] for n in range(2)}, **{f"positions_{n}": positions[n] for n in range(2)}}
+
+    for sizes in ((1, 1), (2, 1)):
+        np.testing.assert_allclose(run(result, cut(*sizes)), run(model, cut(*sizes)), rtol=0, atol=1e-5)
+    more = {**cut(1, 1), "positions_0": whole_inputs["positions"]}
+    for one in (model, result):
+        with pytest.raises(ERRORS):
+            run(one, more)
 
 
 def test_tables_of_as_many_rows_as_something_has_that_takes_long(
