@@ -121,8 +121,6 @@ def bypass_same(graph: ir.Graph) -> None:
     """
     for node in all_nodes(graph):
         value = node.inputs[0] if node.inputs and not node.domain else None
-        if node.op_type == "Mul" and _is_one(value):
-            value = node.inputs[1]
         if value is not None and _is_same(node, value):
             bypass(graph, node, value)
 
@@ -168,8 +166,6 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
             return len(node.inputs) == 1
         case "Cast":
             return value.dtype is not None and value.dtype == node.attributes.get_int("to", 0)
-        case "Mul" | "Div":
-            return _is_one(node.inputs[1]) or (node.op_type == "Mul" and _is_one(node.inputs[0]))
         case "Dropout":
             mode = input_at(node, 2)
             is_read = any(made.uses() or made.is_graph_output() for made in node.outputs[1:])
@@ -183,12 +179,6 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
             return _takes_all(node)
         case _:
             return False
-
-
-def _is_one(value: ir.Value | None) -> bool:
-    """Whether a value is the number 1, without axes."""
-    tensor = known_tensor(value)
-    return tensor is not None and not tensor.shape and bool(tensor.numpy() == 1)
 
 
 def _takes_all(node: ir.Node) -> bool:

@@ -15,7 +15,15 @@ import onnx_ir as ir
 from splitc.compiler.frontend import plain_norms as norms
 from splitc.compiler.frontend.constants import ANY_END, bypass
 from splitc.compiler.frontend.editor import WHERE, Editor
-from splitc.compiler.frontend.matching import VIEWS, constant_numbers, made_by, only_user, readers_of, value_before
+from splitc.compiler.frontend.matching import (
+    VIEWS,
+    constant,
+    constant_numbers,
+    made_by,
+    only_user,
+    readers_of,
+    value_before,
+)
 from splitc.compiler.frontend.plain_norms import added_axes, factors, is_known, size_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.nodes import known_tensor
@@ -66,6 +74,18 @@ def _restore(node: ir.Node, editor: Editor) -> bool:
         if is_known(value.shape) and value.shape == made.shape:
             return bypass(editor.graph, node, value)
         value = value_before(value, *VIEWS)
+    return False
+
+
+def _skip_neutral(node: ir.Node, editor: Editor) -> bool:
+    """Bypass a product with 1, and a sum with 0: Paddle's scaling writes both, whether or not it scales."""
+    neutral, commutes = node.op_type in ("Mul", "Div"), node.op_type in ("Add", "Mul")
+    for value, number in (node.inputs, node.inputs[::-1]) if commutes else (node.inputs,):
+        tensor = known_tensor(number)
+        if value is None or tensor is None or constant(number) != neutral:
+            continue
+        if not tensor.shape or (value.shape is not None and len(tensor.shape) <= len(value.shape)):
+            return bypass(editor.graph, node, value)
     return False
 
 
@@ -228,13 +248,13 @@ _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "Gather": [_select],
     "GatherND": [_look_up],
     "Shape": [_read_before],
-    "Div": [norms.average, _broadcast_at_once],
-    "Mul": [norms.average, norms.divide_first, _broadcast_at_once],
+    "Div": [_skip_neutral, norms.average, _broadcast_at_once],
+    "Mul": [_skip_neutral, norms.average, norms.divide_first, _broadcast_at_once],
     "Pow": [norms.take_root],
     "GlobalAveragePool": [norms.average_last],
-    "Sub": [norms.center_squares, _broadcast_at_once],
+    "Sub": [_skip_neutral, norms.center_squares, _broadcast_at_once],
     "Max": [norms.skip_bound],
     "Clip": [norms.skip_bound],
     "Relu": [norms.skip_bound],
-    "Add": [norms.center_first, _choose_by_mask, _broadcast_at_once],
+    "Add": [_skip_neutral, norms.center_first, _choose_by_mask, _broadcast_at_once],
 }

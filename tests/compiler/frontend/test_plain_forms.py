@@ -49,6 +49,10 @@ PLAIN = {
     ),
     "an Expand without effect": ("a = Shape (x)  b = Expand (x, a)  y = Neg (b)", "Neg"),
     "an Expand to the sizes of the other factor": ("a = Shape (x)  b = Expand (eight, a)  y = Mul (b, x)", "Mul"),
+    "scaling without effect": (
+        "a = Mul (one_row, x)  b = Div (a, single)  c = Add (b, zero_row)  d = Sub (c, zero)  y = Neg (d)",
+        "Neg",
+    ),
     "a choice that is made": ("a = Neg (x)  y = Where (yes, a, x)", "Neg"),
     "a choice of the other": ("a = Neg (x)  y = Where (no, x, a)", "Neg"),
     "a Where by arithmetic": (
@@ -87,6 +91,10 @@ STAY = {
         "a = Shape (x)  b = Expand (eight, a)  c = Expand (near, a)  y = Add (b, c)",
         "Shape Expand Add",
     ),
+    "a quotient of one": ("a = Div (single, x)  b = Sub (zero, a)  y = Abs (b)", "Div Sub Abs"),
+    "a sum with one": ("y = Add (x, single)", "Add"),
+    "a product with zero": ("y = Mul (zero_row, x)", "Mul"),
+    "a product that gets an axis": ("a = Mul (x, more_axes)  y = Neg (a)", "Mul Neg"),
     "a choice for each element": ("y = Where (mixed, x, eight)", "Where"),
     "a Where by arithmetic with infinity": (
         "m = Greater (x, half)  a = Cast <to = 1> (m)  b = Mul (a, x)  n = Not (m)  c = Cast <to = 1> (n) "
@@ -122,6 +130,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
         "int64[2] column = {-1, 1}, int64[2] range = {1, 2}, int64[3] same = {-1, 2, 8}, int64[3] other = {-1, 8, 2}"
     )
     floats = "float zero = {0}, float single = {1}, float lowest = {-inf}"
+    neutral = "float[1] one_row = {1}, float[1, 1] zero_row = {0}, float[1, 1, 1, 1] more_axes = {1}"
     flags = "bool yes = {1}, bool no = {0}, bool[8] mixed = {1, 0, 1, 1, 1, 1, 1, 1}"
     matrices = (
         "float[8, 3] matrix = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6}, "
@@ -131,7 +140,7 @@ def test_a_node_is_written_plainly(nodes: str, operators: str, write_model: Writ
     pairs = "int64[1] begin = {-9223372036854775807}, int64[1] full = {8}, int64[2, 1] pairs = {0, 1}"
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 18]> g (float[n, 2, 8] x, int64[m] ids) => (float y)
-        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}, {flags}, {floats}> {{ {nodes} }}"""
+        <{SHARED}, {SLICES}, {numbers}, {pairs}, {column}, {matrices}, {flags}, {floats}, {neutral}> {{ {nodes} }}"""
     )
     onnx.save(onnx.shape_inference.infer_shapes(onnx.load(path)), path)  # the file declares all shapes
     feeds = {"x": np.random.default_rng(0).standard_normal((3, 2, 8)).astype(np.float32), "ids": np.array([2, 0, 1])}
