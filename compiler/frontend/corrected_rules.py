@@ -163,6 +163,17 @@ def _of_named_sizes(rule: Rule, context: Any, node: ir.Node) -> None:
         context.set_shape(made, ir.Shape(list(sizes)))
 
 
+def _of_kept_sizes(rule: Rule, context: Any, node: ir.Node) -> None:
+    """The rule of Expand, corrected: sizes beyond 1 stay, also if nothing is known of those that are asked for."""
+    rule(context, node)
+    data, asked, made = *node.inputs[:2], node.outputs[0]
+    count = asked.shape[0] if asked is not None and asked.shape is not None and len(asked.shape) == 1 else None
+    if made.shape is not None or data is None or data.shape is None or not isinstance(count, int):
+        return
+    kept = [size if isinstance(size, int) and size > 1 else None for size in data.shape]
+    made.shape = context.name_anonymous_dims_in_shape(ir.Shape([None] * (count - len(kept)) + kept))
+
+
 def _in_numbers(rule: Rule, context: Any, node: ir.Node) -> None:
     """The rule of Reshape, corrected: a size -1 that is the same for all inputs is a number, not the symbol "32"."""
     rule(context, node)
@@ -294,6 +305,7 @@ _CORRECTIONS: Mapping[str, Sequence[Callable[[Rule, Any, ir.Node], None]]] = {
     "Upsample": [_of_certain_scales],
     "ConvTranspose": [_of_short_kernels],
     "ConstantOfShape": [_of_named_sizes],
+    "Expand": [_of_kept_sizes],
     "Reshape": [_in_numbers],
     "OneHot": [_of_picked_sizes],
     "Where": [_of_compared_sizes],

@@ -159,6 +159,25 @@ def test_axes_that_a_slice_does_not_name_keep_their_sizes(write_model: WriteMode
     assert (str(first), end) == ("n", 6) and middle not in (4, "n")
 
 
+def test_what_an_expand_can_not_lengthen_keeps_its_size(write_model: WriteModel) -> None:
+    """Paddle's exporter bounds the sizes of a class token by 1, before opset 12 in floats."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 11]> g (float[n, 5, 8] x) => (float[n, 6, 8] y, float[2, k, m, 8] z)
+        <int64[3] ones = {1, 1, 1}, float[3] bounds = {1, 1, 8}, float[2, 1, 1, 8] more = {1, 2, 3, 4, 5, 6, 7, 8,
+        1, 2, 3, 4, 5, 6, 7, 8}, float[1, 1, 8] token = {1, 2, 3, 4, 5, 6, 7, 8}, int64[1] zero = {0},
+        int64[1] one = {1}, int64[2] rest = {-1, -1}>
+        { s = Shape (x)  b = Slice (s, zero, one, zero)  t = Concat <axis = 0> (b, rest)  f = Cast <to = 1> (t)
+          u = Max (bounds, f)  e = Cast <to = 7> (u)  a = Expand (token, e)  y = Concat <axis = 1> (a, x)
+          z = Expand (more, e) }"""
+    )
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    shapes = {value.name: value.shape for node in graph.nodes for value in node.outputs}
+    made, more = shapes["a"], shapes["z"]
+    assert made is not None and len(made) == 3 and made[2] == 8
+    assert more is not None and len(more) == 4 and (more[0], more[3]) == (2, 8)
+
+
 def test_products_of_sizes_are_sizes(write_model: WriteModel) -> None:
     """By them tf2onnx joins the axes of each Einsum."""
     path = write_model(
