@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
@@ -13,6 +14,7 @@ from splitc.compiler.frontend.appended import stack_in_loops
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.counted import count_by_range
 from splitc.compiler.frontend.directions import join_directions
+from splitc.compiler.frontend.editor import WHERE
 from splitc.compiler.frontend.einsums import multiply_by_matrices
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
@@ -28,6 +30,14 @@ from splitc.compiler.frontend.stacked_weights import split_stacks
 from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.nodes import unused_name
+
+# Operators that opsets 8 and 9 only gave more types, inputs or outputs; and BatchNormalization lost `spatial`.
+_WIDENED = frozenset(
+    (
+        *("BatchNormalization", "Cast", "Constant", "Flatten", "Gemm", "Greater", "Less"),
+        *("MatMul", "Max", "MaxPool", "Mean", "Min", "PRelu", "Sum"),
+    )
+)
 
 
 def lift(model: ir.Model) -> None:
@@ -59,6 +69,7 @@ def lift(model: ir.Model) -> None:
     # torch's older exporter writes casts to the type that a value has, and no types of values.
     if any(cast.inputs[0].dtype in UNKNOWN for cast in model.graph if is_onnx(cast, "Cast") and cast.inputs[0]):
         add_types(model)
+    import_where(model)
     add_in_pairs(model)
     bypass_same(model.graph)
     merge_casts(model.graph)
@@ -100,6 +111,29 @@ def add_in_pairs(model: ir.Model) -> None:
     for node in all_nodes(model.graph):
         if is_onnx(node, "Sum") and len(node.inputs) == 2:
             node.op_type = "Add"
+
+
+def import_where(model: ir.Model) -> None:
+    """Import the opset that has Where in place of the two before it, in place, if all nodes mean the same there.
+
+    What ranks add to a partial sum is masked by Where.
+    """
+    opset = model.graph.opset_imports.get("", WHERE)
+    nodes = [node for node in all_nodes(model.graph) if not node.domain]
+    if WHERE - 2 <= opset < WHERE and all(_means_the_same(node, opset) for node in nodes):
+        for node in nodes:
+            node.attributes.pop("spatial", None)
+        model.graph.opset_imports[""] = WHERE
+
+
+def _means_the_same(node: ir.Node, opset: int) -> bool:
+    """Whether a node of an opset means the same in the opset that has Where."""
+    if node.op_type in _WIDENED:
+        return node.attributes.get_int("spatial", 1) == 1
+    try:
+        return onnx.defs.get_schema(node.op_type, WHERE).since_version <= opset
+    except onnx.defs.SchemaError:
+        return False
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
+from tests.conftest import assert_close, run_whole
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
@@ -181,3 +184,28 @@ def test_what_is_the_same_as_a_weight_is_passed_by(write_model: WriteModel) -> N
     graph = read_graph(path)
     assert [node.op_type for node in graph.nodes] == ["Add", "Mul", "Identity"]
     assert {value.name for node in graph.nodes for value in graph.weights(node)} == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("opset", "body", "imported"),
+    [
+        (7, "y = BatchNormalization <spatial = 1> (x, s, s, s, s)", 9),
+        (8, "a = Flatten (x)  b = Sum (a, a, a)  y = MatMul (b, w)", 9),
+        (7, "y = Upsample <scales = [1.0, 1.0, 2.0, 2.0]> (x)", 7),
+        (6, "y = Relu (x)", 6),
+        (10, "y = Relu (x)", 10),
+    ],
+)
+def test_files_of_opsets_without_where_import_the_next_that_means_the_same(
+    opset: int, body: str, imported: int, write_model: WriteModel, tmp_path: Path
+) -> None:
+    """Ranks mask what they add to a sum by Where."""
+    path = write_model(
+        f"""<ir_version: 4, opset_import: ["" : {opset}]> g (float[n, 2, 2, 1] x) => (y)
+        <float[2] s = {{1, 2}}, float[4, 2] w = {{1, 2, 3, 4, 5, 6, 7, 8}}> {{ {body} }}"""
+    )
+    model = read_graph(path).model
+    assert model.graph.opset_imports[""] == imported
+    made, feeds = tmp_path / "imported.onnx", {"x": np.arange(12, dtype=np.float32).reshape(3, 2, 2, 1)}
+    ir.save(model, made)
+    assert_close(run_whole(made, feeds), run_whole(path, feeds))
