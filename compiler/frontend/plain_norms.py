@@ -235,6 +235,32 @@ def divide_first(node: ir.Node, editor: Editor) -> bool:
     return False
 
 
+def scale_last(node: ir.Node, editor: Editor) -> bool:
+    """Replace (g * x) / root by (x / root) * g, if it is the root of a mean of x^2; (g * x) * 1/root alike."""
+    pairs = factors(node.outputs[0]) if node.op_type == "Mul" else [(node.inputs[0], node.inputs[1])]
+    for scaled, root in pairs:
+        for data, weights in factors(scaled):
+            if (
+                _averages(root, data)
+                and data.shape == node.outputs[0].shape
+                and only_user(scaled, node.op_type) is node
+            ):
+                normal = editor.before(node, node.op_type, data, root, dtype=data.dtype)
+                normal.shape = data.shape
+                editor.replace(node, ir.node("Mul", [normal, weights]))
+                return True
+    return False
+
+
+def _averages(root: ir.Value | None, data: ir.Value) -> bool:
+    """Whether a value is the root of a mean of squares of these data plus a constant, or one over it."""
+    while (node := made_by(root, "Reciprocal", "Div", "Sqrt", "Pow")) is not None:
+        root = node.inputs[1 if node.op_type == "Div" else 0]
+    total = made_by(root, "Add")
+    means = [] if total is None else [made_by(value, "ReduceMean") for value in total.inputs]
+    return any(mean is not None and root_of_square(mean.inputs[0]) is data for mean in means)
+
+
 def _weights_last(data: ir.Value, factor: ir.Value, node: ir.Node, editor: Editor) -> tuple[ir.Value, ir.Value] | None:
     """The two factors of data * factor, where the factor is 1/root * g: data * 1/root, and g. None for other factors.
 

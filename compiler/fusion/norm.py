@@ -39,15 +39,18 @@ from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.operand import Operand, half_result, half_source, untransposed
+from splitc.compiler.fusion.operand import Operand, factor_of, half_result, half_source, untransposed
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import known_tensor, settings_of
 from splitc.runtime.arrays.array import Array
 
 OPERATOR, CENTERED = "SimplifiedLayerNormalization", "LayerNormalization"
-# Lengths that are bounded below by up to this are those of vectors of zeros: torch's normalize has 1e-12.
-SHORT = 1e-6
+# Lengths that are bounded below by up to this are those of vectors of zeros: torch's normalize has 1e-12, ScaleNorm
+# 1e-5.
+SHORT = 1e-5
+# A number up to this, added to lengths, changes them by no more than rounding: 1e-8 is written to avoid zeros.
+ROUNDED = 1e-7
 # From here on a norm along another axis than the last is faster with transposes: of images of 128 x 128 on a CPU core
 # 0.3 times as fast with 4 channels, 0.6 with 8, 1.3 with 16, 5 with 64.
 NARROW = 16
@@ -147,19 +150,31 @@ def find_norms(mean: ir.Node) -> list[Norm]:
 
 def _find_by_length(length: ir.Node) -> list[Norm]:
     """The norm of a value that is divided by its length, which may have a lower bound; as `find_norms`."""
-    (data, *_), value, axis, bound = length.inputs, length.outputs[0], _averaged_axis(length), 0.0
-    bounded = only_user(value, "Clip") or only_user(value, "Max")
+    (data, *_), axis, (value, divisor), bound = length.inputs, _averaged_axis(length), _scaled(length.outputs[0]), 0.0
+    bounded = only_user(value, "Clip") or only_user(value, "Max") or only_user(value, "Add")
     if bounded is not None and len(bounded.inputs) == 2:
         value, bound = bounded.outputs[0], constant(bounded.inputs[1]) or constant(bounded.inputs[0]) or 1.0
-    if data is None or data.shape is None or axis is None or not 0 <= bound <= SHORT:
+    is_added = bounded is not None and bounded.op_type == "Add"
+    if data is None or data.shape is None or axis is None or not 0 <= bound <= (ROUNDED if is_added else SHORT):
         return []
     size, normal = data.shape[axis], _divided(data, value, is_reciprocal=False)
     if normal is None or not isinstance(size, int) or not size or not length.attributes.get_int("keepdims", 1):
         return []
-    output, factor = normal, size**-0.5
-    while (scaled := combined(output, "Mul")) is not None and (number := constant(scaled[0])) is not None:
-        output, factor = scaled[1], factor * number
-    return _with_weights(Norm(OPERATOR, axis, data, normal, bound**2 / size, output, factor=factor), may_narrow=False)
+    output, factor = _scaled(normal)
+    factor *= size**-0.5 / divisor
+    epsilon = (bound / divisor) ** 2 / size
+    return _with_weights(Norm(OPERATOR, axis, data, normal, epsilon, output, factor=factor), may_narrow=False)
+
+
+def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
+    """A value after it is multiplied or divided by constants, and the product of these factors."""
+    factor = 1.0
+    while (node := only_user(value, "Mul") or only_user(value, "Div")) is not None:
+        scaled = factor_of(node)
+        if scaled is None or scaled[0] is not value:
+            break
+        value, factor = node.outputs[0], factor * scaled[1]
+    return value, factor
 
 
 def _averaged_axis(mean: ir.Node) -> int | None:

@@ -126,6 +126,7 @@ SUMS = """again = ReduceMean <axes = [2]> (data)  n = Constant <value_float = 8.
     apart = Sub (data, again)  also = Sub (data, avg)
     squares = ReduceSumSquare <axes = [2]> (also)  variance = Div (squares, n)"""
 EPSILON = "small = Constant <value_float = 1e-5> ()  total = Add (variance, small)  root = Sqrt (total)"
+TURNED = "turned = Reciprocal (root)"
 SCALED = "one_over = Reciprocal (root)  factor = Mul (one_over, weights)"
 SHIFTED = "w = Mul (data, factor)  v = Mul (avg, factor)  rest = Sub (weights, v)  y = Add (w, rest)"
 NEGATED = "minus = Neg (avg)  v = Mul (minus, factor)  w = Mul (data, factor)"
@@ -157,6 +158,16 @@ ORDERS = {
         "normal = Div (apart, root)  w = Mul (normal, weights)  y = Add (w, weights)",
         set(),
     ),
+    "weights before the division": (
+        MOMENTS,
+        "w = Mul (weights, apart)  v = Div (w, root)  y = Add (v, weights)",
+        set(),
+    ),
+    "weights before the reciprocal": (
+        MOMENTS,
+        "w = Mul (apart, weights)  r = Reciprocal (root)  y = Mul (w, r)",
+        set(),
+    ),
     "a gate": (MOMENTS, "one_over = Reciprocal (root)  w = Mul (apart, one_over)  y = Mul (data, w)", {"Mul"}),
 }
 
@@ -178,6 +189,8 @@ BY_LENGTH = {
     "of one": f"{LENGTH} y = Div (x, size)",
     "of the root of the size": f"{LENGTH} {BOUND} {SPREAD} many = Mul (apart, root8)  y = Mul (many, weights)",
     "with weights": f"{LENGTH} {BOUND} {SPREAD} y = Mul (weights, apart)",
+    "of a mean": f"{LENGTH} mean = Div (size, root8)  {BOUND.replace('size, ', 'mean, ')} y = Div (x, bound)",
+    "of a sum": f"{LENGTH} small = Constant <value_float = 1e-8> ()  bound = Add (size, small)  y = Div (x, bound)",
     "by a maximum": f"{LENGTH} {BOUND.replace('Clip (size, least)', 'Max (least, size)')} y = Div (x, bound)",
 }
 
@@ -194,9 +207,10 @@ def test_a_value_divided_by_its_length_is_a_norm(tmp_path: Path, form: str) -> N
     assert ("Div" in names, names.count("Mul")) == (False, int(form == "with weights"))
 
 
+@pytest.mark.parametrize("operator", ["Max", "Add"])
 @pytest.mark.parametrize("bound", ["Constant <value_float = 0.5> ()", "Identity (size)"])
-def test_a_length_with_another_bound_is_no_norm(tmp_path: Path, bound: str) -> None:
-    body = f"x = Identity (data)  {LENGTH} least = {bound}  bound = Max (least, size)  y = Div (x, bound)"
+def test_a_length_with_another_bound_is_no_norm(tmp_path: Path, bound: str, operator: str) -> None:
+    body = f"x = Identity (data)  {LENGTH} least = {bound}  bound = {operator} (least, size)  y = Div (x, bound)"
     signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
     model = onnx.parser.parse_model(f"{HEAD.replace('18', '17')} {signature} {{ {body} }}")
     assert fused(model, tmp_path).outcomes == ()
