@@ -240,11 +240,7 @@ def scale_last(node: ir.Node, editor: Editor) -> bool:
     pairs = factors(node.outputs[0]) if node.op_type == "Mul" else [(node.inputs[0], node.inputs[1])]
     for scaled, root in pairs:
         for data, weights in factors(scaled):
-            if (
-                _averages(root, data)
-                and data.shape == node.outputs[0].shape
-                and only_user(scaled, node.op_type) is node
-            ):
+            if is_known(data.shape) and data.shape == node.outputs[0].shape and _averages(root, data):
                 normal = editor.before(node, node.op_type, data, root, dtype=data.dtype)
                 normal.shape = data.shape
                 editor.replace(node, ir.node("Mul", [normal, weights]))

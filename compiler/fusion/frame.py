@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from splitc.compiler.fusion.attention import Attention
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import Operand, axes_of, traced_back, unmerged
+from splitc.compiler.fusion.operand import ADDED, Operand, axes_of, traced_back, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 
 Axes = tuple[Axis, ...]
@@ -68,8 +68,17 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     weighed = layouts[1][:-2]
     if len(weighed) != len(values) - 2 or not _fits(values[:-2], weighed, attention.groups):
         raise NotFusedError("its values have more heads than its queries")
+    for operand in (attention.keys, attention.values):
+        _check_added(operand, leading, length)
     batch, heads = _divide([leading, weighed, *(layout[:-2] for layout in layouts)], attention.query, sizes)
     return Frame(batch, heads, length, rows, size, value_size, leading, weighed)
+
+
+def _check_added(operand: Operand, leading: Axes, length: Axis) -> None:
+    """Raise NotFusedError if keys or values would be repeated for tokens: there are fewer heads than tokens."""
+    repeated = [axis.fixed for axis, own in zip(leading, operand.axes, strict=False) if own == ADDED]
+    if any(count is None or (length.fixed is not None and count > length.fixed) for count in repeated):
+        raise NotFusedError("its tokens are multiplied with the keys of another axis than its queries")
 
 
 def _fits(own: Axes, leading: Axes, groups: int) -> bool:

@@ -10,18 +10,20 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import VIEWS, constant, filled_with, is_onnx, made_by, only_user, value_before
 from splitc.compiler.fusion.errors import NO_SIZES, NotFusedError
-from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.operators.gpu_kernels import FLOATS, HALVES
 
 PASSED = frozenset({"Cast"})
 ARITHMETIC = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
 # Transposes [batch, heads, rows, size] to [batch, rows, heads, size], and back.
 SWAP_HEADS = (0, 2, 1, 3)
+# In place of an axis of the value: an axis of one element that it lacks.
+ADDED = -1
 
 
 @dataclass(frozen=True)
 class Operand:
-    """`factor` x `value`, transposed: the operand's axis n is axis `axes[n]` of the value."""
+    """`factor` x `value`, transposed: the operand's axis n is axis `axes[n]` of the value, or ADDED."""
 
     value: ir.Value
     axes: tuple[int, ...]
@@ -80,8 +82,8 @@ def traced_back(operand: Operand, scaled: bool = False) -> Operand:
     while (node := operand.value.producer()) is not None and not node.domain:
         source = node.inputs[0] if node.inputs else None
         if node.op_type == "Transpose":
-            first = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
-            operand = replace(operand, axes=tuple(first[axis] for axis in operand.axes))
+            first = node.attributes.get_ints("perm", tuple(reversed(range(max(operand.axes) + 1))))
+            operand = replace(operand, axes=tuple(ADDED if axis == ADDED else first[axis] for axis in operand.axes))
         elif scaled and (product := factor_of(node)) is not None:
             source = product[0]
             operand = replace(operand, factor=operand.factor * product[1])
@@ -102,7 +104,7 @@ def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool = False) -> 
         before = _before_transpose(operand.value, sizes)
         if before is None:
             return operand
-        last = len(operand.axes) - 1
+        last = len(operand.axes) - operand.axes.count(ADDED) - 1
         swapped = {last: last - 1, last - 1: last}
         operand = replace(operand, value=before, axes=tuple(swapped.get(axis, axis) for axis in operand.axes))
 
@@ -149,9 +151,9 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
 def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...]:
     """An operand's axes. Raises NotFusedError if their sizes are not known."""
     axes = sizes.axes(operand.value)
-    if axes is None or len(axes) != len(operand.axes):
+    if axes is None or len(axes) != len(operand.axes) - operand.axes.count(ADDED):
         raise NotFusedError(NO_SIZES)
-    return tuple(axes[axis] for axis in operand.axes)
+    return tuple(fixed_axis(1) if axis == ADDED else axes[axis] for axis in operand.axes)
 
 
 def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
 from splitc.compiler.frontend.walks import levels, producers
-from splitc.compiler.fusion.operand import Operand, as_operand
+from splitc.compiler.fusion.operand import ADDED, Operand, as_operand
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.linear import einsum_labels
 
@@ -76,17 +76,19 @@ def comes_from_product(value: ir.Value) -> bool:
 
 
 def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
-    """A product's factors; None if they differ in rank, or are not contracted along exactly one axis."""
+    """A product's factors; None if they are not contracted along exactly one axis, or a MatMul's differ in rank."""
     first, second = node.inputs
     assert first is not None and second is not None
     ranks = rank_of(first), rank_of(second)
-    if ranks[0] is None or ranks[0] != ranks[1] or ranks[0] < 2:
+    if ranks[0] is None or ranks[1] is None or min(ranks[0], ranks[1]) < 2:
+        return None
+    if node.op_type == "Einsum":
+        return _read_einsum(node.attributes.get_string("equation", ""), (first, ranks[0]), (second, ranks[1]))
+    if ranks[0] != ranks[1]:
         return None
     if node.op_type == "MatMul":
         return Product(as_operand(first, ranks[0]), as_operand(second, ranks[0]), tuple(range(ranks[0])))
-    if node.op_type == "FusedMatMul":
-        return _read_fused(node, as_operand(first, ranks[0]), as_operand(second, ranks[0]))
-    return _read_einsum(node.attributes.get_string("equation", ""), first, second, ranks[0])
+    return _read_fused(node, as_operand(first, ranks[0]), as_operand(second, ranks[0]))
 
 
 def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | None:
@@ -101,21 +103,37 @@ def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | Non
     return Product(sides[0], sides[1], order, node.attributes.get_float("alpha", 1.0))
 
 
-def _read_einsum(equation: str, first: ir.Value, second: ir.Value, rank: int) -> Product | None:
+def _read_einsum(equation: str, first: tuple[ir.Value, int], second: tuple[ir.Value, int]) -> Product | None:
+    """An Einsum of two values, given with their ranks. One may lack axes of the other, as keys for all heads."""
     terms, arrow, made_of = equation.replace(" ", "").partition("->")
-    one, other, result = (einsum_labels(term, rank) for term in (*terms.split(","), made_of))
-    if not arrow or any(len(set(term)) != len(term) or len(term) != rank for term in (one, other, result)):
+    one, other = (einsum_labels(term, rank) for term, (_, rank) in zip(terms.split(","), (first, second), strict=True))
+    rank = len({*one, *other}) - 1
+    result = einsum_labels(made_of, rank)
+    if not arrow or any(len({*term}) < len(term) for term in (one, other, result)) or len(result) != rank:
         return None
-    leading = [label for label in result if label in one and label in other]
-    rows, columns, inner = set(result) - set(other), set(result) - set(one), (set(one) & set(other)) - set(result)
-    if not len(rows) == len(columns) == len(inner) == 1 or len(leading) != rank - 2 or not rows <= set(one):
+    inner = {*one} & {*other} - {*result}
+    if len(inner) != 1 or {*one, *other} != {*result} | inner:
         return None
-    (row,), (column,), (along,) = rows, columns, inner
-    if column not in other:
+    (along,) = inner
+    row, column = _row(one, other, result, along), _row(other, one, result, along)
+    if row is None or column is None:
         return None
-    made = [*leading, row, column]
-    return Product(
-        Operand(first, tuple(one.index(label) for label in (*leading, row, along))),
-        Operand(second, tuple(other.index(label) for label in (*leading, along, column))),
-        tuple(made.index(label) for label in result),
-    )
+    made = [*(label for label in result if label not in (row, column)), row, column]
+
+    def operand(value: ir.Value, term: Sequence[str], last: list[str]) -> Operand:
+        labels = [*made[:-2], *last]
+        return Operand(value, tuple(term.index(label) if label in term else ADDED for label in labels))
+
+    order = tuple(made.index(label) for label in result)
+    return Product(operand(first[0], one, [row, along]), operand(second[0], other, [along, column]), order)
+
+
+def _row(term: Sequence[str], other: Sequence[str], result: Sequence[str], inner: str) -> str | None:
+    """The label of a term's rows: of those that only it has, one of the last two of the scores.
+
+    If only this term ends with the `inner` label, it is those scores.
+    """
+    own = [label for label in term if label not in other]
+    near = term[-2:] if term[-1] == inner != other[-1] else result[-2:]
+    likely = own if len(own) == 1 else [label for label in own if label in near]
+    return likely[0] if len(likely) == 1 else None

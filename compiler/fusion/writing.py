@@ -15,7 +15,7 @@ from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import Operand
+from splitc.compiler.fusion.operand import ADDED, Operand
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
 from splitc.compiler.nodes import unused_name
 
@@ -117,9 +117,12 @@ class Writer:
         """An operand's value, transposed by its axes. Its factor is not applied."""
         if operand.is_value:
             return operand.value
-        axes = self.axes(operand.value)
-        order = list(operand.axes)
-        return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
+        value, own = operand.value, self.axes(operand.value)
+        order = [n for n in operand.axes if n != ADDED]
+        if order != sorted(order):
+            value = self.add(role, "Transpose", [value], value, [own[n] for n in order], perm=order)
+        axes = [fixed_axis(1) if n == ADDED else own[n] for n in operand.axes]
+        return self.reshape(value, axes, f"{role}_axes") if ADDED in operand.axes else value
 
     def reshape(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """A value, reshaped to other axes; the value itself if it has them already."""
