@@ -153,7 +153,8 @@ def _find_by_length(length: ir.Node) -> list[Norm]:
     (data, *_), axis, (value, divisor), bound = length.inputs, _averaged_axis(length), _scaled(length.outputs[0]), 0.0
     bounded = only_user(value, "Clip") or only_user(value, "Max") or only_user(value, "Add")
     if bounded is not None and len(bounded.inputs) == 2:
-        value, bound = bounded.outputs[0], constant(bounded.inputs[1]) or constant(bounded.inputs[0]) or 1.0
+        numbers = [number for one in bounded.inputs if (number := constant(one)) is not None]
+        value, bound = bounded.outputs[0], (*numbers, 1.0)[0]
     is_added = bounded is not None and bounded.op_type == "Add"
     if data is None or data.shape is None or axis is None or not 0 <= bound <= (ROUNDED if is_added else SHORT):
         return []

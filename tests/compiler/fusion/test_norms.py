@@ -191,6 +191,7 @@ BY_LENGTH = {
     "with weights": f"{LENGTH} {BOUND} {SPREAD} y = Mul (weights, apart)",
     "of a mean": f"{LENGTH} mean = Div (size, root8)  {BOUND.replace('size, ', 'mean, ')} y = Div (x, bound)",
     "of a sum": f"{LENGTH} small = Constant <value_float = 1e-8> ()  bound = Add (size, small)  y = Div (x, bound)",
+    "bounded by what is zero in halves": f"{LENGTH} {BOUND.replace('1e-12', '0.0')} y = Div (x, bound)",
     "by a maximum": f"{LENGTH} {BOUND.replace('Clip (size, least)', 'Max (least, size)')} y = Div (x, bound)",
 }
 
