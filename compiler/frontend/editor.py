@@ -82,6 +82,16 @@ class Editor:
             return [], lists
         return [self.numbers(*numbers) for numbers in lists.values()], {}
 
+    def set_lengths(self, split: ir.Node, lengths: Sequence[int]) -> None:
+        """Give a Split explicit lengths of its parts."""
+        split.attributes.pop("num_outputs", None)
+        inputs, attributes = self.lists("Split", split=lengths)
+        for name, numbers in attributes.items():
+            split.attributes[name] = ir.AttrInt64s(name, numbers)
+        for number, value in enumerate(inputs, 1):
+            split.resize_inputs(1 + number)
+            split.replace_input_with(number, value)
+
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
         """An initializer that was added under this key."""
         return self._added.get(key)

@@ -62,6 +62,19 @@ def _trim_slice(node: ir.Node, editor: Editor) -> bool:
     return True
 
 
+def _state_lengths(node: ir.Node, editor: Editor) -> bool:
+    """State the lengths of a Split's parts, which differ if the parts are sharded along axes of different sizes.
+
+    Those of one element, as of stacked experts, never differ.
+    """
+    axis, stated = node.attributes.get_int("axis", 0), node.inputs[1] if len(node.inputs) > 1 else None
+    lengths = [length for made in node.outputs if (length := size_of(made, axis)) is not None]
+    if stated is not None or "split" in node.attributes or len(lengths) < len(node.outputs) or {*lengths} == {1}:
+        return False
+    editor.set_lengths(node, lengths)
+    return True
+
+
 def _takes_all(data: ir.Value, start: int, end: int, axis: int, step: int) -> bool:
     size = size_of(data, axis)
     return start == 0 and step == 1 and (end >= ANY_END or (size is not None and end >= size))
@@ -238,6 +251,7 @@ def _read_before(node: ir.Node, editor: Editor) -> bool:
 
 _RULES: Mapping[str, Sequence[Callable[[ir.Node, Editor], bool]]] = {
     "Slice": [_trim_slice],
+    "Split": [_state_lengths],
     "Unsqueeze": [_restore, norms.keep_axes],
     "Reshape": [_restore, norms.keep_axes, _multiply_as_it_is],
     "Expand": [_restore],

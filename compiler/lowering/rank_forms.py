@@ -92,13 +92,7 @@ def set_split_lengths(editor: RankEditor, node: ir.Node, operation: Operation) -
     sizes = list(map(editor.shards.size, sections))
     if len(set(sizes)) == 1 or not any(map(editor.shards.is_split, sections)):
         return
-    node.attributes.pop("num_outputs", None)
-    inputs, attributes = editor.lists("Split", split=sizes)
-    for name, numbers in attributes.items():
-        node.attributes[name] = ir.AttrInt64s(name, numbers)
-    for number, value in enumerate(inputs, 1):
-        node.resize_inputs(1 + number)
-        node.replace_input_with(number, value)
+    editor.set_lengths(node, sizes)
 
 
 def keep_directions(editor: RankEditor, node: ir.Node, operation: Operation) -> None:

@@ -26,6 +26,15 @@ def uneven_sections(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Mul", first, b.op("ReduceMean", b.op("MatMul", second, b.w("C", 8, 12)), axes=[-1]))
 
 
+def halves_along_other_axes(b: Block, v: ir.Value) -> ir.Value:
+    """A rank has some elements of all heads of one half, and all elements of some heads of the other."""
+    parts = []
+    for half, axis in zip(b.ops("Split", v, outputs=2, axis=-1), (2, 3), strict=True):
+        by_heads = b.op("Reshape", half, b.ints(0, 0, 4, INNER // 4))
+        parts.append(b.op("Reshape", b.op("Softmax", by_heads, axis=axis), b.ints(0, 0, INNER)))
+    return b.op("Concat", *parts, axis=-1)
+
+
 def gate_by_slices(b: Block, v: ir.Value) -> ir.Value:
     first = b.op("Slice", v, b.ints(0), b.ints(INNER), b.ints(2))
     second = b.op("Slice", v, b.ints(INNER), b.ints(2**63 - 1), b.ints(2), b.ints(1))
@@ -214,6 +223,7 @@ FORMS: dict[str, Tiny] = {
         shares=SHARES,
     ),
     "sections of other sizes": sandwich(uneven_sections, wide=INNER + 8, sums=2, shares=SHARES),
+    "halves along other axes": sandwich(halves_along_other_axes, wide=2 * INNER, narrow=2 * INNER, shares=SHARES),
     "negative slices": sandwich(negative_slices, wide=2 * INNER, shares=SHARES),
     "negative slices behind a whole part": Tiny(
         sandwich(negative_slices_behind_a_whole_part, wide=INNER + 8).build, "B", shares=SHARES
