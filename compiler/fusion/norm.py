@@ -153,8 +153,8 @@ def _find_by_length(length: ir.Node) -> list[Norm]:
     (data, *_), axis, (value, divisor), bound = length.inputs, _averaged_axis(length), _scaled(length.outputs[0]), 0.0
     bounded = only_user(value, "Clip") or only_user(value, "Max") or only_user(value, "Add")
     if bounded is not None and len(bounded.inputs) == 2:
-        numbers = [number for one in bounded.inputs if (number := constant(one)) is not None]
-        value, bound = bounded.outputs[0], (*numbers, 1.0)[0]
+        number = _number(bounded)
+        value, bound = bounded.outputs[0], 1.0 if number is None else number
     is_added = bounded is not None and bounded.op_type == "Add"
     if data is None or data.shape is None or axis is None or not 0 <= bound <= (ROUNDED if is_added else SHORT):
         return []
@@ -197,7 +197,7 @@ def _before_centering(value: ir.Value, axis: int) -> ir.Value | None:
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
     """The root of a mean plus epsilon, or its reciprocal; whether it is the reciprocal; and epsilon."""
     total = only_user(mean, "Add")
-    epsilon = None if total is None else constant(total.inputs[1]) or constant(total.inputs[0])
+    epsilon = None if total is None else _number(total)
     if total is None or epsilon is None:
         return None
     power = only_user(total.outputs[0], "Pow")
@@ -210,6 +210,11 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
     if reciprocal is not None and (reciprocal.op_type == "Reciprocal" or constant(reciprocal.inputs[0]) == 1):
         return reciprocal.outputs[0], True, epsilon
     return root.outputs[0], False, epsilon
+
+
+def _number(node: ir.Node) -> float | None:
+    """The constant among a node's inputs, if there is one: 1e-12 is 0 in half precision."""
+    return next((number for value in node.inputs if (number := constant(value)) is not None), None)
 
 
 def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | None:

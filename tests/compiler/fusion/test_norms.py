@@ -168,6 +168,11 @@ ORDERS = {
         "w = Mul (apart, weights)  r = Reciprocal (root)  y = Mul (w, r)",
         set(),
     ),
+    "an epsilon that is zero in half precision": (
+        MOMENTS,
+        "none = Constant <value_float = 0.0> ()  sum = Add (variance, none)  own = Sqrt (sum)  y = Div (apart, own)",
+        set(),
+    ),
     "a gate": (MOMENTS, "one_over = Reciprocal (root)  w = Mul (apart, one_over)  y = Mul (data, w)", {"Mul"}),
 }
 
