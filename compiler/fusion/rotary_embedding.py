@@ -21,7 +21,7 @@ from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.kernels import check_type
 from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, untransposed
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import MICROSOFT, settings_of
@@ -80,7 +80,7 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
     own = sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
         raise NotFusedError("its input does not have three or four axes, the last of a fixed size")
-    frame = _find_frame(rotary, _four(own), sizes)
+    frame = _find_frame(rotary, _divided(own, sizes.known(rotary.cosines, "its tables (cosines and sines)")), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no known value has one of its dynamic sizes")
     data = behind_split(rotary.data, context)
@@ -89,7 +89,7 @@ def write_rotary(rotary: Rotary, context: Context) -> ir.Value:
         places = work.editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
-        rotary = replace(rotary, data=work.reshape(rotary.data, frame.axes, "batch_of_one"))
+        rotary = replace(rotary, data=work.reshape(rotary.data, frame.axes, "four_axes"))
     made = work.reshape(_Writing(rotary, frame, work, context.tables).written(), own, "rotated_data")
     work.take_place(made, rotary.output)
     return made
@@ -154,6 +154,12 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
 def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     """Values that precede every table: inputs of known sizes."""
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
+
+
+def _divided(own: Axes, table: Axes) -> Axes:
+    """The data's axes as four: three are of a batch of one, or of one head if a dynamic first axis has no positions."""
+    is_batch = len(own) == 3 and own[0].fixed is None and is_one(_four(table)[1:2])
+    return (own[0], fixed_axis(1), *own[1:]) if is_batch else _four(own)
 
 
 def _four(table: Axes) -> Axes:

@@ -164,16 +164,18 @@ def test_batch_of_one_row_is_not_fixed_where_no_other_sizes_can_be_tried(tmp_pat
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
-def test_packed_rows_are_a_batch_of_one(tmp_path: Path, heads_first: bool) -> None:
-    """As for patches of images of several sizes: [patches, heads, size]."""
-    shape = f"float[{f'{HEADS}, length' if heads_first else f'length, {HEADS}'}, 8]"
+@pytest.mark.parametrize("axes", [f"{HEADS}, length", f"length, {HEADS}", "all, length"])
+def test_data_of_three_axes(tmp_path: Path, axes: str) -> None:
+    """A batch of one, as patches of images of several sizes, or heads that are merged with the batch, as ESM's."""
+    heads_first, shape = axes.endswith("length"), f"float[{axes}, 8]"
     signature = f"rotate ({shape} data, int64[length] positions) => ({shape} y)"
     bounds = BOUNDS.format(heads=0 if heads_first else 1)
     body = f"{bounds} x = Identity (data) {ANGLES['fed']} {whole(False, SLICED)}"
     model = onnx.parser.parse_model(f"{HEAD} {signature} {{ {body} }}")
     onnx.save(model, tmp_path / "model.onnx")
     inputs = {name: array[0] for name, array in feeds(heads_first=heads_first).items()}
+    if axes.startswith("all"):
+        inputs["data"] = feeds()["data"].reshape(-1, LENGTH, SIZE)
     shapes = {"data": inputs["data"].shape, "positions": (LENGTH,)}
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
