@@ -170,8 +170,8 @@ def _of_kept_sizes(rule: Rule, context: Any, node: ir.Node) -> None:
     count = asked.shape[0] if asked is not None and asked.shape is not None and len(asked.shape) == 1 else None
     if made.shape is not None or data is None or data.shape is None or not isinstance(count, int):
         return
-    kept = [size if isinstance(size, int) and size > 1 else None for size in data.shape]
-    made.shape = context.name_anonymous_dims_in_shape(ir.Shape([None] * (count - len(kept)) + kept))
+    kept = (size if isinstance(size, int) and size > 1 else None for size in data.shape)
+    made.shape = context.name_anonymous_dims_in_shape(ir.Shape([*[None] * (count - len(data.shape)), *kept]))
 
 
 def _in_numbers(rule: Rule, context: Any, node: ir.Node) -> None:

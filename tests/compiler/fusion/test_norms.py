@@ -126,7 +126,6 @@ SUMS = """again = ReduceMean <axes = [2]> (data)  n = Constant <value_float = 8.
     apart = Sub (data, again)  also = Sub (data, avg)
     squares = ReduceSumSquare <axes = [2]> (also)  variance = Div (squares, n)"""
 EPSILON = "small = Constant <value_float = 1e-5> ()  total = Add (variance, small)  root = Sqrt (total)"
-ONE_OVER = "turned = Reciprocal (root)"
 SCALED = "one_over = Reciprocal (root)  factor = Mul (one_over, weights)"
 SHIFTED = "w = Mul (data, factor)  v = Mul (avg, factor)  rest = Sub (weights, v)  y = Add (w, rest)"
 NEGATED = "minus = Neg (avg)  v = Mul (minus, factor)  w = Mul (data, factor)"

@@ -360,7 +360,7 @@ def test_data_and_positions_that_are_joined_from_inputs_of_their_own_lengths(tmp
         text = text.replace("{", f"{{ {own} = Concat <axis = {axis}> ({own}_0, {own}_1) ", 1)
     model = onnx.parser.parse_model(text.replace(f"{HEADS},length,{SIZE}] y", f"{HEADS},rows,{SIZE}] y"))
     onnx.save(model, tmp_path / "model.onnx")
-    shapes = {f"data_{n}": (2, HEADS, 3 + n, SIZE) for n in range(2)}
+    shapes: dict[str, tuple[int, ...]] = {f"data_{n}": (2, HEADS, 3 + n, SIZE) for n in range(2)}
     shapes.update({f"positions_{n}": (2, 3 + n) for n in range(2)})
     analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
