@@ -249,11 +249,11 @@ def scale_last(node: ir.Node, editor: Editor) -> bool:
 
 
 def _averages(root: ir.Value | None, data: ir.Value) -> bool:
-    """Whether a value is the root of a mean of squares of these data plus a constant, or one over it."""
+    """Whether a value is the root of a mean of squares of these data, plus a constant or not, or one over it."""
     while (node := made_by(root, "Reciprocal", "Div", "Sqrt", "Pow")) is not None:
         root = node.inputs[1 if node.op_type == "Div" else 0]
     total = made_by(root, "Add")
-    means = [] if total is None else [made_by(value, "ReduceMean") for value in total.inputs]
+    means = [made_by(value, "ReduceMean") for value in ([root] if total is None else total.inputs)]
     return any(mean is not None and root_of_square(mean.inputs[0]) is data for mean in means)
 
 

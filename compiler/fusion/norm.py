@@ -195,15 +195,18 @@ def _before_centering(value: ir.Value, axis: int) -> ir.Value | None:
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
-    """The root of a mean plus epsilon, or its reciprocal; whether it is the reciprocal; and epsilon."""
-    total = only_user(mean, "Add")
-    epsilon = None if total is None else _number(total)
-    if total is None or epsilon is None:
+    """The root of a mean plus epsilon, or its reciprocal; whether it is the reciprocal; and epsilon.
+
+    Nothing is added for an epsilon of 0, as 1e-12 is in half precision.
+    """
+    added = only_user(mean, "Add")
+    total, epsilon = (mean, 0.0) if added is None else (added.outputs[0], _number(added))
+    if epsilon is None:
         return None
-    power = only_user(total.outputs[0], "Pow")
+    power = only_user(total, "Pow")
     if power is not None:
         return (power.outputs[0], True, epsilon) if constant(power.inputs[1]) == -0.5 else None
-    root = only_user(total.outputs[0], "Sqrt")
+    root = only_user(total, "Sqrt")
     if root is None:
         return None
     reciprocal = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
@@ -213,7 +216,7 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
 
 
 def _number(node: ir.Node) -> float | None:
-    """The constant among a node's inputs, if there is one: 1e-12 is 0 in half precision."""
+    """The constant among a node's inputs, if there is one."""
     return next((number for value in node.inputs if (number := constant(value)) is not None), None)
 
 
