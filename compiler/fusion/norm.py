@@ -143,7 +143,7 @@ def find_norms(mean: ir.Node) -> list[Norm]:
         raise NotFusedError("its mean drops the axis (keepdims=0)")
     cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
-    whole = _before_centering(data, axis)
+    whole = _before_centering(data, axis, value)
     norm = Norm(OPERATOR, axis, data, value, root[2], value)
     return _with_weights(norm if whole is None else replace(norm, operator=CENTERED, data=whole), cast is None)
 
@@ -184,9 +184,13 @@ def _averaged_axis(mean: ir.Node) -> int | None:
     return axes[0] % len(data.shape) if len(axes) == 1 and data is not None and data.shape is not None else None
 
 
-def _before_centering(value: ir.Value, axis: int) -> ir.Value | None:
-    """The x of x - mean(x), along an axis; None for any other value."""
-    node = made_by(value, "Sub")
+def _before_centering(value: ir.Value, axis: int, normal: ir.Value) -> ir.Value | None:
+    """The x of x - mean(x), along an axis; None for any other value.
+
+    The difference may be cast from half precision, if what is `normal` is cast back: the operator does the same inside.
+    """
+    narrow = half_source(value)
+    node = made_by(narrow if narrow is not None and narrow.dtype == normal.dtype else value, "Sub")
     mean = None if node is None else made_by(node.inputs[1], "ReduceMean")
     if node is None or mean is None or mean.inputs[0] is not node.inputs[0]:
         return None

@@ -260,6 +260,9 @@ def test_a_norm_along_few_channels_stays(tmp_path: Path, channels: int) -> None:
         assert "too short for transposes" in (outcome.why or "") and operators(made.graph.graph) == before
 
 
+WIDENED = "x = Cast <to = 1> (less)  two ="
+
+
 @pytest.mark.parametrize(
     "behind",
     [
@@ -274,6 +277,24 @@ def test_a_layer_norm_of_halves_is_narrowed(tmp_path: Path, behind: str) -> None
     check(model, tmp_path, 8e-3, "LayerNormalization")
     (norm,) = (node for node in fused(model, tmp_path).graph.nodes if node.op_type == "LayerNormalization")
     assert [value.dtype for value in norm.inputs if value is not None] == [ir.DataType.FLOAT16] * 3
+
+
+@pytest.mark.parametrize("narrow", ["Cast <to = 10> (normal)", "Identity (normal)"], ids=["narrowed", "wide"])
+def test_halves_that_are_centered_before_they_are_cast(tmp_path: Path, narrow: str) -> None:
+    """As torch's older exporter writes a LayerNorm in half precision. A wide result keeps the wide division."""
+    to, kind = ("float16", "LayerNormalization") if "Cast" in narrow else ("float", "SimplifiedLayerNormalization")
+    centered = CENTERED.replace("wide", "data").replace("x = Sub", "less = Sub").replace("two =", WIDENED)
+    signature = f"norm (float16[batch, length, 8] data, {to}[8] weights) => ({to}[batch, length, 8] y)"
+    body = f"{centered} {DIVIDED} narrow = {narrow}  w = Mul (narrow, weights)  y = Add (w, weights)"
+    model = onnx.parser.parse_model(f"{HEAD.replace('18', '14')} {signature} {{ {body} }}")
+    made = fused(model, tmp_path)
+    assert [(outcome.kind, outcome.operator) for outcome in made.outcomes] == [("norm", kind)]
+    random = np.random.default_rng(0)
+    inputs = {
+        "data": random.standard_normal((4, 5, 8)).astype(np.float16),
+        "weights": random.standard_normal(8).astype(np.float16 if to == "float16" else np.float32),
+    }
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=8e-3)
 
 
 def of_halves(weights: str) -> onnx.ModelProto:
