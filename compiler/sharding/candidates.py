@@ -159,16 +159,20 @@ def _why_costly(collectives: int) -> str:
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
-    """Pin sections of dynamic axes of inputs and outputs: the runtime slices and joins sections by fixed indices."""
+    """Pin sections of dynamic axes of inputs and outputs: the runtime slices and joins sections by fixed indices.
+
+    Also the factors before them, whose elements lie apart by a size that varies. Those behind them do not.
+    """
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         sizes = planned.get(value.name or "", ())
         for number, axis in enumerate(axis_map.axes.get(value) or ()):
-            if number < len(sizes) and sizes[number] == ax.size_of(axis):
+            is_fixed = value.shape is not None and isinstance(value.shape[number], int)
+            if is_fixed and number < len(sizes) and sizes[number] == ax.size_of(axis):
                 continue
-            for leaf in ax.leaves(axis):
-                if not leaf.is_atom:
-                    reason = f"it is a section of a dynamic axis of '{value.name}'"
-                    ax.pin((leaf,), Pin(None, reason))
+            leaves = ax.leaves(axis)
+            ends = [place for place, leaf in enumerate(leaves, 1) if not leaf.is_atom]
+            reason = f"it is a section of a dynamic axis of '{value.name}', or before one"
+            ax.pin(tuple(leaves[: max(ends, default=0)]), Pin(None, reason))
 
 
 def _pin_borders(axis_map: AxisMap) -> None:

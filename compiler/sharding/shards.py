@@ -131,12 +131,12 @@ class Shards:
         parts = []
         for number, axis in ((number, axes[number]) for number in cut if axes is not None):
             leaves = ax.leaves(axis)
-            if not all(leaf.is_atom for leaf in leaves):
+            # The factors before the first split one may be dynamic, such as the batch.
+            first = next(n for n, leaf in enumerate(leaves) if not self.ranges.keys().isdisjoint(ax.atoms((leaf,))))
+            if not all(leaf.is_atom for leaf in leaves[first:]):
                 parts.append(AxisPart(number, [ax.size_of(axis)], [None], runs_of(self.indices(axis))))
                 continue
             fixed = shape is not None and isinstance(shape[number], int)
-            # The factors before the first split one may be dynamic, such as the batch.
-            first = next(n for n, leaf in enumerate(leaves) if leaf in self.ranges)
             head = ax.size_of(tuple(leaves[:first]))
             sizes = [head if fixed else -1, *(leaf.size for leaf in leaves[first:])]
             ranges = [self.ranges.get(leaf) for leaf in leaves[first:]]

@@ -8,10 +8,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from splitc.compiler import compile_model
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
+from splitc.runtime import Session
 from splitc.runtime.package.parts import cut_part, join_parts
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block, check_split, sharded
 from tests.helpers.operators import softmax
 
@@ -62,3 +65,17 @@ def test_shards_of_sections() -> None:
     assert cut[0][1].tolist() == [[0, 1, 2, 12], [14, 15, 16, 26]]
     np.testing.assert_array_equal(join_parts(cut[:2]), whole)
     np.testing.assert_array_equal(join_parts(cut), whole)
+
+
+def test_what_is_split_behind_sections_of_any_size(tmp_path: Path) -> None:
+    """As patches of an image with rows of the model's own, whose pixels are split: any number of patches comes out."""
+    b = Block()
+    rows = b.op("Concat", b.data("x", (4, 1), ["n", 1]), b.w("own", 3, 1), axis=0)
+    apart = b.op("Reshape", b.op("MatMul", rows, b.w("A", 1, 128)), b.ints(-1, 64))
+    b.give(softmax(b, apart), "y", ["pixels", 64])
+    (plan,) = check_split(b, tmp_path, ["A"], shares=((1, 1),))
+    compile_model(plan, tmp_path / "any")
+    with Session(tmp_path / "any") as session:
+        for size in (4, 1, 9):
+            feeds = {"x": np.linspace(-1, 1, size, dtype=np.float32)[:, None]}
+            assert_close(session.run(feeds), run_whole(plan.analysis.graph.path, feeds))
