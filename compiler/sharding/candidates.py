@@ -161,7 +161,7 @@ def _why_costly(collectives: int) -> str:
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
     """Pin sections of dynamic axes of inputs and outputs: the runtime slices and joins sections by fixed indices.
 
-    Also the factors before them, whose elements lie apart by a size that varies. Those behind them do not.
+    Factors before such a section are pinned too, since their strides vary. The strides of those behind it do not.
     """
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         sizes = planned.get(value.name or "", ())

@@ -20,6 +20,7 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.unfolded import unfolded
+from splitc.runtime.package.verification import NEVER
 from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.requests.rank_kinds import PROCESSES
 from splitc.runtime.session.session import Session
@@ -84,7 +85,7 @@ def measure_ranks(load: Load, session: Session, feeds: dict[str, Array]) -> list
 
 def _measure_apart(load: Load, session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
     session.close()  # the ranks' memory is needed for the processes
-    with load(ranks=PROCESSES) as apart:
+    with load(ranks=PROCESSES, verify=NEVER) as apart:  # the session has verified the package
         if apart.adapters.used:
             apart.run(feeds, adapters={})  # loads the engines without slots, which are planned for as well
         apart.run(feeds)

@@ -68,7 +68,7 @@ def test_comparing_hashes_is_counted_in_bytes(package: Path) -> None:
     assert heard[-1] == ("comparing hashes", whole, whole)
 
 
-def test_export_and_check_count_what_takes_long(package: Path, decoder: Path, tmp_path: Path) -> None:
+def test_export_counts_the_files_that_it_writes(package: Path, tmp_path: Path) -> None:
     heard: Heard = []
     with listening(lambda *each: heard.append(each)):
         export_triton(package, tmp_path / "repository", Serving("package"))
