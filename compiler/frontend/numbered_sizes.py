@@ -14,7 +14,7 @@ from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.observation import primes_of
-from splitc.compiler.frontend.shapes import bind_shapes
+from splitc.compiler.frontend.shapes import bind_shapes, is_numbered
 from splitc.compiler.request.shapes import Shape
 
 # Multiples of primes that are tried: models reduce the sides of images to a 64th.
@@ -26,12 +26,12 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
 
     They are if the `given` shapes have other sizes there, or if the model's shapes can be inferred for other sizes.
     """
-    numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
+    numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if is_numbered(size)}
     if not numbered or not (_say_others(graph, given) or _fit_others(graph, numbered)):
         return
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.shape is not None:
-            value.shape = ir.Shape([f"size_{size}" if _is_numbered(size) else size for size in value.shape])
+            value.shape = ir.Shape([f"size_{size}" if is_numbered(size) else size for size in value.shape])
 
 
 def _fit_others(graph: Graph, numbered: Collection[str]) -> bool:
@@ -43,22 +43,13 @@ def _fit_others(graph: Graph, numbered: Collection[str]) -> bool:
     def changed(factor: int) -> dict[str, Shape]:
         return {
             value.name or "": tuple(
-                factor * others[str(size)] if _is_numbered(size) else number
+                factor * others[str(size)] if is_numbered(size) else number
                 for size, number in zip(value.shape or (), shapes[value.name or ""], strict=True)
             )
             for value in graph.graph.inputs
         }
 
     return any(fits(graph, bind_shapes(graph.model, changed(factor)), bound) for factor in FACTORS)
-
-
-def fixed_size(size: int | ir.SymbolicDim | None) -> int | None:
-    """A size that is a number, or that has one as its symbol; None for any other. Dynamic ones have been renamed."""
-    return int(str(size)) if isinstance(size, int) or (size is not None and _is_numbered(size)) else None
-
-
-def _is_numbered(size: int | ir.SymbolicDim) -> bool:
-    return isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdigit()
 
 
 def _say_others(graph: Graph, given: Mapping[str, Shape]) -> bool:
@@ -68,4 +59,4 @@ def _say_others(graph: Graph, given: Mapping[str, Shape]) -> bool:
         for value in graph.graph.inputs
         for size, number in zip(value.shape or (), given.get(value.name or "", ()), strict=False)
     )
-    return any(_is_numbered(size) and str(size) != str(number) for size, number in pairs)
+    return any(is_numbered(size) and str(size) != str(number) for size, number in pairs)

@@ -23,7 +23,7 @@ from splitc.compiler.frontend.matching import (
     root_of_square,
     value_before,
 )
-from splitc.compiler.frontend.numbered_sizes import fixed_size
+from splitc.compiler.frontend.shapes import fixed_size
 from splitc.compiler.nodes import known_tensor, settings_of
 
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceMax", "ReduceMin")

@@ -286,3 +286,13 @@ def tensor_bytes(value: ir.Value, shape: Shape | None) -> int:
     if shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
         return 0
     return math.ceil(math.prod(shape) * value.dtype.bitwidth / 8)
+
+
+def fixed_size(size: int | ir.SymbolicDim | None) -> int | None:
+    """A size that is a number, or that has one as its symbol; None for any other. Dynamic ones have been renamed."""
+    return int(str(size)) if isinstance(size, int) or (size is not None and is_numbered(size)) else None
+
+
+def is_numbered(size: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension's symbol is a number ("16"), as torch's exporter writes fixed dimensions."""
+    return isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdigit()

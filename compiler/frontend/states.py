@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import source_through, value_before
-from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import mark_model_cache
-from splitc.compiler.frontend.shapes import may_be_same, sizes_of
+from splitc.compiler.frontend.shapes import fixed_size, may_be_same, sizes_of
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.nodes import input_at

@@ -16,8 +16,8 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.numbered_sizes import fixed_size
 from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.frontend.shapes import fixed_size
 from splitc.compiler.fusion.grouped import BIAS, KEY, LASTS, PASTS, QUERY, SINKS, TABLES, TOTAL
 from splitc.compiler.fusion.latent_cache import OPSET
 from splitc.compiler.lowering.attention_nodes import Attention, AttentionOnLatents, Nodes, put_in_place
