@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitc.compiler.frontend.in_memory import Given, model_file
 from splitc.compiler.modes.choosing import make_plan
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.reading.in_memory import Given, model_file
 from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.threads.garbage import rare_garbage

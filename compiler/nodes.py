@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 # The domain of ONNX Runtime's own operators.
 MICROSOFT = "com.microsoft"
-# Marks initializers that are also inputs of the model: requests may override them (frontend/optional.py).
+# Marks initializers that are also inputs of the model: requests may override them (graphs/optional.py).
 OPTIONAL = "splitc.optional"
 
 

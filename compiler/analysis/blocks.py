@@ -18,12 +18,12 @@ from functools import cached_property, partial
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_inside_slot, is_slot_sum
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.passed_types import why_not_passed
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.execution.liveness import crossing_values, total_bytes
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.passed_types import why_not_passed
-from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
+from splitc.compiler.normal_form.graph import Graph
 
 # These shares and factors are choices: with them, blocks are those that people would draw. Their influence was measured
 # on 43 models of all kinds, split in layer mode over two devices. In brackets: other values, and the number of plans

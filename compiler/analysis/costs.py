@@ -10,10 +10,10 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.reads import subgraphs
-from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
-from splitc.compiler.fusion.lengths import BRANCH_NODES, SEVERAL_ROWS
+from splitc.compiler.caches.lengths import BRANCH_NODES, SEVERAL_ROWS
+from splitc.compiler.graphs.reads import subgraphs
+from splitc.compiler.inference.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of

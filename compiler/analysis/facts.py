@@ -8,31 +8,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from splitc.compiler.adapters.merged_weights import Merged, merge
+from splitc.compiler.adapters.slots import Grafted, find_slots, graft_slots, planned_rank
+from splitc.compiler.analysis.acceptance import check_accepted, refusals_first
 from splitc.compiler.analysis.blocks import Partition, find_blocks
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.frontend.acceptance import check_accepted, refusals_first
-from splitc.compiler.frontend.constants import fold_constants
-from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
-from splitc.compiler.frontend.folding import take_branches
-from splitc.compiler.frontend.graph import Graph, complete, open_graph
-from splitc.compiler.frontend.input_sizes import input_sizes
-from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.frontend.merged_weights import Merged, merge
-from splitc.compiler.frontend.normal_form import name_apart
-from splitc.compiler.frontend.numbered_sizes import name_numbered_sizes
-from splitc.compiler.frontend.optional import defaults_hidden
-from splitc.compiler.frontend.passed_types import check_ends
-from splitc.compiler.frontend.plain_forms import use_plain_forms
-from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
-from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
-from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
-from splitc.compiler.frontend.states import find_states, growing_symbols, settle_state_sizes, written_in_place
+from splitc.compiler.analysis.passed_types import check_ends
+from splitc.compiler.caches.preamble import Preamble
 from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
 from splitc.compiler.fusion.kept_rows import Chosen
-from splitc.compiler.fusion.kernels import Gains
-from splitc.compiler.fusion.preamble import Preamble
+from splitc.compiler.graphs.optional import defaults_hidden
+from splitc.compiler.inference.folding import take_branches
+from splitc.compiler.inference.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
+from splitc.compiler.normal_form.constants import fold_constants
+from splitc.compiler.normal_form.graph import Graph, complete, open_graph
+from splitc.compiler.normal_form.normalize import name_apart
+from splitc.compiler.normal_form.plain_forms import use_plain_forms
+from splitc.compiler.patterns.kernels import Gains
+from splitc.compiler.reading.loading import read_model
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import AskedShapes, AskedStates, Shape, check_order
+from splitc.compiler.sizes.fitting import Fitted, fit_sizes
+from splitc.compiler.sizes.inputs import input_sizes
+from splitc.compiler.sizes.numbered import name_numbered_sizes
+from splitc.compiler.sizes.tried import LARGEST, Trial
+from splitc.compiler.states.states import find_states, growing_symbols, settle_state_sizes, written_in_place
 from splitc.runtime.adapters.adapter import Adapter
 from splitc.runtime.package.manifest import Slot
 from splitc.runtime.package.states import Length, State

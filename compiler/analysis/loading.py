@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.exchange import NodeShapes
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.execution.quantized import REPACKED, repacked_weights
-from splitc.compiler.frontend.reads import holds_graphs
-from splitc.compiler.frontend.slots import is_slot_input
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.graphs.reads import holds_graphs
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
 # The copies of a convolution's kernel beside its blocked form while it is rearranged: as read, reordered, as a tensor.

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.loading import Loading, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.execution.exchange import EngineGraph, NodeShapes, Round
 from splitc.compiler.execution.run import arena_bytes
-from splitc.compiler.frontend.room import is_fused_cache
-from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
+from splitc.compiler.states.own_sizes import is_fused_cache
 from splitc.runtime.package.states import State
 
 

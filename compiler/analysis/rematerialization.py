@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.reads import is_random
-from splitc.compiler.frontend.room import has_own_size
-from splitc.compiler.frontend.walks import producers
+from splitc.compiler.graphs.reads import is_random
+from splitc.compiler.graphs.walks import producers
+from splitc.compiler.normal_form.graph import Graph
+from splitc.compiler.states.own_sizes import has_own_size
 
 # A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
 # and at most this many bytes of weights: then stages repeat little. With any share from 0.003 to 0.03, the blocks of 56

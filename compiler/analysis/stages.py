@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.reads import given_sizes
-from splitc.compiler.frontend.room import exists_for_its_size, has_own_size
-from splitc.compiler.frontend.walks import producer_of, producers, reached
+from splitc.compiler.graphs.reads import given_sizes
+from splitc.compiler.graphs.walks import producer_of, producers, reached
+from splitc.compiler.normal_form.graph import Graph
+from splitc.compiler.states.own_sizes import exists_for_its_size, has_own_size
 
 Place = tuple[ir.Value, int]
 

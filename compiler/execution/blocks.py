@@ -21,8 +21,8 @@ from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.execution.order import depth_first
 from splitc.compiler.execution.patterns import DOMAIN as STEP
 from splitc.compiler.execution.patterns import GELUS
-from splitc.compiler.frontend.matching import made_by
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.graphs.matching import made_by
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
 
 RANK = 4  # rows, channels, and two axes

@@ -22,8 +22,8 @@ from splitc.compiler.execution.patterns import (
 )
 from splitc.compiler.execution.quantized import find_quantized
 from splitc.compiler.execution.removed import find_turned_back, without_own_sizes
-from splitc.compiler.frontend.node_key import node_key
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.graphs.node_key import node_key
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
 

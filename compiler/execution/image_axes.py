@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.graphs.matching import is_onnx
 
 # The value that an axis is of, its number, and how often it was halved since.
 Origin = tuple[ir.Value, int, int]

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
 Reads = Callable[[ir.Node], Iterable[ir.Value]]

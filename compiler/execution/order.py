@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.patterns import GELUS, biased_products
-from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.graphs.matching import is_onnx, made_by
 
 _ENDS_GELU = (*GELUS, "Mul")
 

@@ -14,10 +14,10 @@ from functools import partial
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
-from splitc.compiler.frontend.walks import ancestors, producer_of
 from splitc.compiler.fusion.gelu import find_by_erf, find_by_tanh
-from splitc.compiler.fusion.operand import factor_of
+from splitc.compiler.graphs.matching import is_onnx, made_by, value_before
+from splitc.compiler.graphs.walks import ancestors, producer_of
+from splitc.compiler.patterns.operand import factor_of
 
 GELUS = ("Gelu", "FastGelu")
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.liveness import Nodes, Size
-from splitc.compiler.frontend.matching import constant, is_onnx, made_by, value_before
+from splitc.compiler.graphs.matching import constant, is_onnx, made_by, value_before
 
 # The number that changes nothing, on either side where the order does not matter.
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}

@@ -1,1 +1,1 @@
-"""Replaces decomposed subgraphs (attention, norms, rotary embeddings) by operators that engines have kernels for."""
+"""Replaces decomposed subgraphs by operators that engines have kernels for: norms, rotary embeddings, experts, all."""

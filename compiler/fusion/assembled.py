@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import VIEWS, is_onnx, made_by, source_through, value_before
-from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import Operand, untransposed
+from splitc.compiler.caches.scattered import is_assignment
 from splitc.compiler.fusion.rotary_embedding import fuse_rotary
-from splitc.compiler.fusion.scattered import is_assignment
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.matching import VIEWS, is_onnx, made_by, source_through, value_before
+from splitc.compiler.graphs.walks import producer_of
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.operand import Operand, untransposed
+from splitc.compiler.patterns.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.patterns.writing import Writer
 
 OPERATOR = "Concat"
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, own_matrix, tensor_of
-from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.kernels import check_type
-from splitc.compiler.fusion.sizes import Axis, fixed_axis
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.matching import combined, is_onnx, is_own, only_user, own_matrix, tensor_of
+from splitc.compiler.graphs.walks import producer_of
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import check_type
+from splitc.compiler.patterns.sizes import Axis, fixed_axis
+from splitc.compiler.patterns.writing import Writer
 
 OPERATOR = "MatMul"
 

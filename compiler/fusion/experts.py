@@ -2,7 +2,7 @@
 
 Exporters write an activation in many ways, and the operator knows a few. So what is between the products is run, and
 compared with the operator's. The nodes stay as they are, with a mark, until engines are made
-(lowering/fused_experts.py): axes, costs and shards are those of the exported nodes.
+(engine_graphs/fused_experts.py): axes, costs and shards are those of the exported nodes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.alone import run_part
-from splitc.compiler.frontend.matching import is_onnx, made_by
-from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.kernels import Types, check_type
+from splitc.compiler.attention.multi_head import has_attribute
 from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
-from splitc.compiler.fusion.multi_head import has_attribute
+from splitc.compiler.graphs.alone import run_part
+from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.nodes import known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import Types, check_type
 from splitc.runtime.arrays.array import Array
 
 OPERATOR = "MoE"

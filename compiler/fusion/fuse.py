@@ -9,49 +9,49 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.matching import VIEWS, source_through
-from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
-from splitc.compiler.frontend.roles import find_roles
-from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
-from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.fusion.adopted import adopt, find_adopted, pasts_of
+from splitc.compiler.attention.attention import Attention, find_attention
+from splitc.compiler.attention.blanks import with_blanks
+from splitc.compiler.attention.multi_head import OPERATOR, write_multi_head_attention
+from splitc.compiler.attention.operator import MULTI_HEAD, is_operator, read_operator
+from splitc.compiler.attention.softmax import find_softmax
+from splitc.compiler.caches.adopted import adopt, find_adopted, pasts_of
+from splitc.compiler.caches.cache import ROWS, Caches, check_scores, find_caches, growing_caches, unfused_caches
+from splitc.compiler.caches.grouped import OPERATOR as GROUPED
+from splitc.compiler.caches.grouped import is_known, write_group_query_attention
+from splitc.compiler.caches.latent import OPERATOR as LATENT
+from splitc.compiler.caches.latent import LatentAttention, find_latent, write_latent
+from splitc.compiler.caches.latent_cache import OPERATOR as CACHED_LATENT
+from splitc.compiler.caches.latent_cache import find_latent_caches
+from splitc.compiler.caches.lengths import Lengths
+from splitc.compiler.caches.preamble import Preamble, cut_preamble
+from splitc.compiler.caches.scattered import fuse_scattered
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import fuse_assembled
-from splitc.compiler.fusion.attention import Attention, find_attention
-from splitc.compiler.fusion.attention_operator import MULTI_HEAD, is_operator, read_operator
-from splitc.compiler.fusion.blanks import with_blanks
-from splitc.compiler.fusion.cache import ROWS, Caches, check_scores, find_caches, growing_caches, unfused_caches
-from splitc.compiler.fusion.context import Context
 from splitc.compiler.fusion.divided import fuse_divided
-from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.fusion.experts import mark_experts
-from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
-from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kept_rows import Chosen, keep_rows
-from splitc.compiler.fusion.kernels import ON_GPUS, SINGLES, Gains, check_type
-from splitc.compiler.fusion.latent import OPERATOR as LATENT
-from splitc.compiler.fusion.latent import LatentAttention, find_latent, write_latent
-from splitc.compiler.fusion.latent_cache import OPERATOR as CACHED_LATENT
-from splitc.compiler.fusion.latent_cache import find_latent_caches
-from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.multi_head import OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import fuse_norm, move_transpose, narrow_norm
-from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import fuse_rotary, move_rotary
-from splitc.compiler.fusion.scattered import fuse_scattered
-from splitc.compiler.fusion.sizes import known_shapes
-from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.split_norms import fuse_split_norms
 from splitc.compiler.fusion.views import join_views
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.matching import VIEWS, source_through
+from splitc.compiler.graphs.reads import all_nodes, has_subgraphs
+from splitc.compiler.graphs.unused import remove_unused
+from splitc.compiler.inference.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import MICROSOFT, name_of, operator_name
+from splitc.compiler.normal_form.graph import Graph, complete
 from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import ON_GPUS, SINGLES, Gains, check_type
+from splitc.compiler.patterns.sizes import known_shapes
+from splitc.compiler.patterns.writing import Writer
 from splitc.compiler.request.shapes import Shape
+from splitc.compiler.sizes.roles import find_roles
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
 

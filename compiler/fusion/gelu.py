@@ -9,8 +9,8 @@ import math
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import combined, constant, is_onnx, made_by, only_user, other_input
-from splitc.compiler.fusion.operand import factor_of
+from splitc.compiler.graphs.matching import combined, constant, is_onnx, made_by, only_user, other_input
+from splitc.compiler.patterns.operand import factor_of
 
 # The relative tolerance of constants, which may be rounded to float16.
 CLOSE = 1e-3

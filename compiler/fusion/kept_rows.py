@@ -14,18 +14,18 @@ from itertools import chain
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.roles import find_roles
-from splitc.compiler.frontend.room import exists_for_its_size
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.sizes import Axis, Sizes
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.nodes import name_of, unused_name
+from splitc.compiler.normal_form.graph import Graph, complete
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of, relate_axes
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.sizes import Axis, Sizes
+from splitc.compiler.patterns.writing import Writer
+from splitc.compiler.sizes.roles import find_roles
+from splitc.compiler.states.own_sizes import exists_for_its_size
 from splitc.runtime.package.states import KeptRows
 
 # The name of the input; with primes behind it if the model has that name.

@@ -13,10 +13,10 @@ from itertools import islice
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.alone import run_part
-from splitc.compiler.frontend.matching import is_onnx, made_by, other_input, source_through, tensor_of
-from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.graphs.alone import run_part
+from splitc.compiler.graphs.matching import is_onnx, made_by, other_input, source_through, tensor_of
+from splitc.compiler.graphs.origins import described
+from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.row_groups import RowGroups
 from splitc.compiler.request.shapes import Shape

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import combined, is_onnx
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.kernels import check_type
-from splitc.compiler.fusion.operand import half_result, half_source
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.matching import combined, is_onnx
 from splitc.compiler.nodes import known_tensor
 from splitc.compiler.operators.gpu_kernels import HALVES
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import check_type
+from splitc.compiler.patterns.operand import half_result, half_source
+from splitc.compiler.patterns.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.patterns.writing import Writer
 
 OPERATOR = "LayerNormalization"
 

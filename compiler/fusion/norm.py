@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import (
+from splitc.compiler.fusion.modulation import fuse_modulation
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.matching import (
     combined,
     constant,
     is_onnx,
@@ -34,15 +35,14 @@ from splitc.compiler.frontend.matching import (
     tensor_of,
     value_before,
 )
-from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.kernels import check_type
-from splitc.compiler.fusion.modulation import fuse_modulation
-from splitc.compiler.fusion.operand import Operand, factor_of, half_result, half_source, untransposed
-from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.nodes import known_tensor, settings_of
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import check_type
+from splitc.compiler.patterns.operand import Operand, factor_of, half_result, half_source, untransposed
+from splitc.compiler.patterns.sizes import Axis, Sizes, is_one
+from splitc.compiler.patterns.writing import Writer
 from splitc.runtime.arrays.array import Array
 
 OPERATOR, CENTERED = "SimplifiedLayerNormalization", "LayerNormalization"

@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import (
+from splitc.compiler.fusion.rotation import Places, Rotation
+from splitc.compiler.graphs.matching import (
     VIEWS,
     is_onnx,
     made_by,
@@ -26,11 +27,10 @@ from splitc.compiler.frontend.matching import (
     source_through,
     value_before,
 )
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.operand import PASSED, half_result
-from splitc.compiler.fusion.rotation import Places, Rotation
-from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.operand import PASSED, half_result
+from splitc.compiler.patterns.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by
-from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
-from splitc.compiler.fusion.frame import Axes
-from splitc.compiler.fusion.kernels import check_type
-from splitc.compiler.fusion.operand import SWAP_HEADS, Operand, as_operand, untransposed
+from splitc.compiler.attention.frame import Axes
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole, looks_rotary, merged_heads, pairs_among
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, joined
-from splitc.compiler.fusion.tables import Tables
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.nodes import MICROSOFT, settings_of
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.kernels import check_type
+from splitc.compiler.patterns.operand import SWAP_HEADS, Operand, as_operand, untransposed
+from splitc.compiler.patterns.sizes import ONE, Axis, Sizes, fixed_axis, is_one, joined
+from splitc.compiler.patterns.tables import Tables
+from splitc.compiler.patterns.writing import Writer
 
 OPERATOR = "RotaryEmbedding"
 

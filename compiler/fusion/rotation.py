@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import VIEWS, constant, constant_numbers
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.operand import PASSED
+from splitc.compiler.graphs.matching import VIEWS, constant, constant_numbers
 from splitc.compiler.nodes import input_at
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.operand import PASSED
 
 Places = npt.NDArray[np.int64]
 # The most nodes that are traced back. A choice: exporters write a rotation with up to a dozen.

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.matching import is_onnx, made_by
-from splitc.compiler.frontend.node_key import node_key
-from splitc.compiler.fusion.context import Context
-from splitc.compiler.fusion.errors import NotFusedError
 from splitc.compiler.fusion.norm import OPERATORS, with_axis_last
-from splitc.compiler.fusion.operand import Operand
-from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.graphs.node_key import node_key
 from splitc.compiler.nodes import known_tensor, settings_of
+from splitc.compiler.patterns.context import Context
+from splitc.compiler.patterns.errors import NotFusedError
+from splitc.compiler.patterns.operand import Operand
+from splitc.compiler.patterns.writing import Writer
 from splitc.runtime.arrays.array import Array
 
 # Operators that apply weights, and a bias, after the norm. On a CPU core 32 norms of 64 numbers took 22 us for a token,

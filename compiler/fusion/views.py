@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.constants import ANY_END
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import VIEWS, constant_numbers, is_onnx, value_before
-from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.matching import VIEWS, constant_numbers, is_onnx, value_before
+from splitc.compiler.normal_form.constants import ANY_END
+from splitc.compiler.patterns.sizes import Axis, Sizes
 
 # A size in the graph: a number, or an expression of symbols.
 Entry = int | ir.SymbolicDim

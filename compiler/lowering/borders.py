@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import note_sizes, noted_sizes
+from splitc.compiler.graphs.origins import note_sizes, noted_sizes
 from splitc.compiler.lowering.rank_forms import RankEditor, sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import add_initializer
-from splitc.compiler.frontend.origins import note_sizes, noted_sizes, origin_of, stand_for
-from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.graphs.editor import add_initializer
+from splitc.compiler.graphs.origins import note_sizes, noted_sizes, origin_of, stand_for
+from splitc.compiler.graphs.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.nodes import unused_name

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import described
+from splitc.compiler.graphs.origins import described
 
 _AXES = "splitc.axes"
 

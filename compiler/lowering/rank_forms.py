@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.origins import hand_over
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor

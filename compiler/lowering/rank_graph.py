@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.optional import mark_part
-from splitc.compiler.frontend.origins import note_sizes, noted_sizes, origin_of, restore_types
-from splitc.compiler.frontend.reads import node_reads
-from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.frontend.walks import ancestors, producer_of, producers
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.optional import mark_part
+from splitc.compiler.graphs.origins import note_sizes, noted_sizes, origin_of, restore_types
+from splitc.compiler.graphs.reads import node_reads
+from splitc.compiler.graphs.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.graphs.walks import ancestors, producer_of, producers
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.communication import communicates

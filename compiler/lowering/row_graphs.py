@@ -12,14 +12,14 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.origins import origin_of, restore_types, take_place
-from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.graphs.origins import origin_of, restore_types, take_place
+from splitc.compiler.graphs.walks import ancestors
 from splitc.compiler.lowering.communication import ChainedGraph, take_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import Flow, group_joints
 from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.sharding.products import Product, SlicedProducts
 
 

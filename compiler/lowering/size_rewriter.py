@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.editor import WHERE
-from splitc.compiler.frontend.matching import constant_numbers
-from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.frontend.reads import given_sizes
+from splitc.compiler.graphs.editor import WHERE
+from splitc.compiler.graphs.matching import constant_numbers
+from splitc.compiler.graphs.origins import hand_over
+from splitc.compiler.graphs.reads import given_sizes
 from splitc.compiler.lowering.rank_forms import RankEditor
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis

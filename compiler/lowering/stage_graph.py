@@ -8,12 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.input_sizes import symbols_of
-from splitc.compiler.frontend.origins import note_sizes, stand_for
-from splitc.compiler.frontend.reads import view_of
-from splitc.compiler.frontend.shapes import symbols_in
+from splitc.compiler.graphs.origins import note_sizes, stand_for
+from splitc.compiler.graphs.reads import view_of
+from splitc.compiler.inference.shapes import symbols_in
 from splitc.compiler.lowering.open_shapes import note_axes, open_shape
+from splitc.compiler.normal_form.graph import Graph
+from splitc.compiler.sizes.inputs import symbols_of
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.origins import origin_of, restore_types
-from splitc.compiler.frontend.walks import producer_of, reached
+from splitc.compiler.graphs.origins import origin_of, restore_types
+from splitc.compiler.graphs.walks import producer_of, reached
 from splitc.compiler.lowering.communication import DOMAIN, RECEIVE, SEND, ChainedGraph
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.planning.rank_plan import RankPlan

@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.reads import holds_graphs
-from splitc.compiler.frontend.walks import ancestors, producers
-from splitc.compiler.fusion.kernels import gains_of
+from splitc.compiler.graphs.reads import holds_graphs
+from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.nodes import describe_node
+from splitc.compiler.normal_form.graph import Graph
+from splitc.compiler.patterns.kernels import gains_of
 from splitc.compiler.request.request import Request
 from splitc.compiler.request.shapes import AskedStates
 from splitc.runtime.adapters.asked import open_adapter

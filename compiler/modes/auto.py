@@ -10,8 +10,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis, with_blocks
+from splitc.compiler.engine_graphs.gpu_fusions import fused_away
 from splitc.compiler.errors import ModelError
-from splitc.compiler.lowering.gpu_fusions import fused_away
 from splitc.compiler.lowering.segments import has_operators
 from splitc.compiler.modes.asked import analyze_for, check_divisible
 from splitc.compiler.modes.mode import Mode, Way

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile
 from splitc.compiler.planning.resources import Resources

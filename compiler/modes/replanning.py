@@ -11,7 +11,6 @@ import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.states import find_states
 from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.replicas import replan_in_groups
 from splitc.compiler.modes.table import BATCH, find_mode
@@ -23,6 +22,7 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import PLACING, ROW_MIN, WHY_NOT_PLACED, Request
 from splitc.compiler.request.shapes import AskedStates, Shape
+from splitc.compiler.states.states import find_states
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file

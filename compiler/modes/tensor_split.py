@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph

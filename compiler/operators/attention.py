@@ -68,7 +68,7 @@ def group_query_attention(op: Operation) -> None:
 
 
 def latent_attention(op: Operation) -> None:
-    """Attention on latents and shared keys, which all heads share, with their caches (fusion/latent_cache.py)."""
+    """Attention on latents and shared keys, which all heads share, with their caches (caches/latent_cache.py)."""
     op.pattern(
         "b h l e, b k l d, b k l e, b k p d, b k p e, b, -, b h l d, -, -, b h l t -> b h l e, b k t d, b k t e",
         whole="delptk",

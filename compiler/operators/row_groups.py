@@ -146,7 +146,7 @@ def _between(node: ir.Node, given: set[ir.Value | None]) -> frozenset[ir.Node]:
 
 
 def most_copied(elements: int, bits: int) -> int:
-    """The most rows whose matrices, of so many `elements`, are copied on GPUs (lowering/few_rows.py)."""
+    """The most rows whose matrices, of so many `elements`, are copied on GPUs (engine_graphs/few_rows.py)."""
     return min(MOST_ROWS, MOST_BYTES // max(1, elements * bits // 8))
 
 

@@ -271,7 +271,7 @@ def half_group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -
 
 
 def decomposed_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """The scratch of attention that is decomposed on GPUs (lowering/decomposed_attention.py).
+    """The scratch of attention that is decomposed on GPUs (engine_graphs/decomposed_attention.py).
 
     Queries, keys and values by heads; the indices of keys, as int64; the scores twice; and for prompts the filled rows
     of both caches.

@@ -21,12 +21,12 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.engine_graphs.gpu_functions import OPSET, written_functions
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.lazy_tensors import take
-from splitc.compiler.frontend.reads import is_random
-from splitc.compiler.frontend.shapes import BoundShapes, shape_of
-from splitc.compiler.frontend.walks import ancestors
-from splitc.compiler.lowering.gpu_functions import OPSET, written_functions
+from splitc.compiler.graphs.lazy_tensors import take
+from splitc.compiler.graphs.reads import is_random
+from splitc.compiler.graphs.walks import ancestors
+from splitc.compiler.inference.shapes import BoundShapes, shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.origins import take_place
-from splitc.compiler.frontend.shapes import bind_shapes
+from splitc.compiler.graphs.origins import take_place
+from splitc.compiler.inference.shapes import bind_shapes
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.packaging.build_messages import BLOCK

@@ -7,17 +7,17 @@ from typing import Any
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.reads import has_subgraphs
+from splitc.compiler.engine_graphs.cpu_values import decides_by_data, why_not_captured
+from splitc.compiler.engine_graphs.few_rows import FEW_ROWS, inside_copied
+from splitc.compiler.engine_graphs.gpu_functions import DOMAIN as FUSED
+from splitc.compiler.engine_graphs.gpu_functions import kernel_of
+from splitc.compiler.engine_graphs.gpu_sizes import convolves
+from splitc.compiler.engine_graphs.unaligned_bias import adds_unaligned_bias
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
+from splitc.compiler.graphs.origins import described
+from splitc.compiler.graphs.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
-from splitc.compiler.lowering.few_rows import FEW_ROWS, inside_copied
-from splitc.compiler.lowering.gpu_functions import DOMAIN as FUSED
-from splitc.compiler.lowering.gpu_functions import kernel_of
-from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
-from splitc.compiler.lowering.unaligned_bias import adds_unaligned_bias
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import REPACKED
 from splitc.compiler.operators.registry import operator_of
@@ -103,7 +103,8 @@ def _fused(graph: ir.Graph) -> list[Fused]:
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str], on_gpu: bool) -> bool:
     """Whether the graph computes any of the model's values whose sizes depend on data.
 
-    On GPUs, those inside products of grouped rows do not count: a captured request has none (lowering/few_rows.py).
+    On GPUs, those inside products of grouped rows do not count: a captured request has none
+    (engine_graphs/few_rows.py).
     """
     inside = inside_copied(graph) if on_gpu else set()
     computed = (value for node in graph.all_nodes() for value in node.outputs if value not in inside)

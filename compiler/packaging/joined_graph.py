@@ -15,10 +15,10 @@ import onnx
 import onnx_ir as ir
 from onnx.helper import make_node
 
-from splitc.compiler.frontend.external_data import with_full_path
-from splitc.compiler.frontend.protos import graphs_inside
+from splitc.compiler.engine_graphs.skip_norms import decompose
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
-from splitc.compiler.lowering.skip_norms import decompose
+from splitc.compiler.reading.external_data import with_full_path
+from splitc.compiler.reading.protos import graphs_inside
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run
 

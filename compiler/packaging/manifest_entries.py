@@ -12,10 +12,8 @@ from msgspec.structs import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
-from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_shape, describe_tensor
-from splitc.compiler.frontend.reads import all_nodes
-from splitc.compiler.frontend.roles import find_roles, planned_roles
-from splitc.compiler.frontend.walks import reached
+from splitc.compiler.graphs.reads import all_nodes
+from splitc.compiler.graphs.walks import reached
 from splitc.compiler.modes.rows import row_sources, rows_of_micro_batches
 from splitc.compiler.operators.registry import operator_of, quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
@@ -24,6 +22,8 @@ from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.request import DISK
+from splitc.compiler.sizes.made_up import choose_fill, describe_fixed, describe_shape, describe_tensor
+from splitc.compiler.sizes.roles import find_roles, planned_roles
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.states import Preamble

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.external_data import SMALL
-from splitc.compiler.lowering.gpu_functions import functions_of
+from splitc.compiler.engine_graphs.gpu_functions import functions_of
 from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.writer import PackageWriter, WeightFile, in_source_order, write_weight_files
+from splitc.compiler.reading.external_data import SMALL
 
 # The first version of ONNX's format that has functions.
 WITH_FUNCTIONS = 8

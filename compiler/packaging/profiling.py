@@ -16,14 +16,14 @@ import onnxruntime as ort
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.made_up import choose_fill
-from splitc.compiler.frontend.roles import find_roles
-from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.measured import single_blocks
 from splitc.compiler.remembered import remembered
+from splitc.compiler.sizes.made_up import choose_fill
+from splitc.compiler.sizes.roles import find_roles
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array

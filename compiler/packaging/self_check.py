@@ -13,15 +13,15 @@ import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.caches.cache import ROWS
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.fitted_sizes import WHOLE
-from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
-from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.sharding.axis_map import probes_of, small_sizes
+from splitc.compiler.sizes.fitting import WHOLE
+from splitc.compiler.sizes.tried import MOST_ELEMENTS, Trial
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnx_session import load_unoptimized

@@ -1,4 +1,4 @@
-"""Engines and preamble without masks (fusion/masks.py), for requests whose masks hide only later tokens."""
+"""Engines and preamble without masks (caches/masks.py), for requests whose masks hide only later tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 from msgspec.structs import replace
 
-from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.fusion.grouped import BIAS
-from splitc.compiler.fusion.masks import KEPT, biased
-from splitc.compiler.fusion.preamble import Preamble, without_outputs
-from splitc.compiler.fusion.softmax import without_nan
+from splitc.compiler.attention.softmax import without_nan
+from splitc.compiler.caches.grouped import BIAS
+from splitc.compiler.caches.masks import KEPT, biased
+from splitc.compiler.caches.preamble import Preamble, without_outputs
+from splitc.compiler.graphs.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.package import manifest as m

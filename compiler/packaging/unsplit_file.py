@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import graft_slots, need_slots, planned_rank
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.external_data import load_settled, saved
-from splitc.compiler.frontend.graph import open_graph
-from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.runnable import make_runnable, runnable_file
-from splitc.compiler.frontend.slots import graft_slots, need_slots, planned_rank
+from splitc.compiler.graphs.optional import make_overridable
+from splitc.compiler.normal_form.graph import open_graph
+from splitc.compiler.normal_form.runnable import make_runnable, runnable_file
+from splitc.compiler.reading.external_data import load_settled, saved
+from splitc.compiler.reading.loading import read_model
 from splitc.runtime.adapters.loaded import LoadedAdapter
 from splitc.runtime.package.manifest import Slot, slot_tensors
 

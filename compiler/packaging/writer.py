@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from blake3 import blake3
 
-from splitc.compiler.frontend.lazy_tensors import CutTensor, Indices, JoinedTensor, as_slice, take
+from splitc.compiler.graphs.lazy_tensors import CutTensor, Indices, JoinedTensor, as_slice, take
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.files.written import try_link

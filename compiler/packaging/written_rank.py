@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import need_slots, without_slots
+from splitc.compiler.engine_graphs.gpu_fusions import fuse_for_gpus
+from splitc.compiler.engine_graphs.gpu_sizes import decompose_for_gpus, keep_on_gpu
+from splitc.compiler.engine_graphs.session_weights import multiply_as_stored
+from splitc.compiler.engine_graphs.several_rows import take_several_rows
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.slots import need_slots, without_slots
-from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.graphs.optional import make_overridable
+from splitc.compiler.graphs.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
-from splitc.compiler.lowering.gpu_sizes import decompose_for_gpus, keep_on_gpu
-from splitc.compiler.lowering.session_weights import multiply_as_stored
-from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.building import find_builder
 from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights, written_fields
 from splitc.compiler.packaging.manifest_entries import rank_entry

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 from blake3 import blake3
 
-from splitc.compiler.frontend.external_data import SMALL
-from splitc.compiler.frontend.lazy_tensors import CutTensor
+from splitc.compiler.graphs.lazy_tensors import CutTensor
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
+from splitc.compiler.reading.external_data import SMALL
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON
 

@@ -15,8 +15,6 @@ import onnx_ir as ir
 from onnx.external_data_helper import uses_external_data
 
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.loading import read_proto
-from splitc.compiler.frontend.protos import contents_of
 from splitc.compiler.pipelines.names import (
     GENAI,
     files_of_folder,
@@ -26,6 +24,8 @@ from splitc.compiler.pipelines.names import (
     names_of_uses,
     need_modules,
 )
+from splitc.compiler.reading.loading import read_proto
+from splitc.compiler.reading.protos import contents_of
 
 # A dimension: a number, a symbol, or None if the model does not say.
 Dimension = int | str | None

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_inside_slot
 from splitc.compiler.analysis.blocks import PLACED, Block, Partition, Placed
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.rematerialization import find_upstream
-from splitc.compiler.frontend.slots import is_inside_slot
-from splitc.compiler.frontend.walks import producers
+from splitc.compiler.graphs.walks import producers
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.least_cut import Network

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.linear_layers import modules_of
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.rematerialization import NEGLIGIBLE_WEIGHT_BYTES
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.linear_layers import modules_of
-from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.normal_form.graph import Graph
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, adapter_bytes
-from splitc.compiler.frontend.passed_types import check_passed
+from splitc.compiler.analysis.passed_types import check_passed
 from splitc.compiler.operators.row_groups import inside_experts
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan

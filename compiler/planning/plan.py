@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from splitc.compiler.adapters.slots import planned_rank
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.slots import planned_rank
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.request.request import DISK, HOST, OBJECTIVES

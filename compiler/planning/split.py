@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.sharding.report import AxisSplit

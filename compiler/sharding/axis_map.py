@@ -10,21 +10,21 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.matching import constant_numbers, made_by
-from splitc.compiler.frontend.observation import MOST_SIZES, refusal
-from splitc.compiler.frontend.optional import OptionalOrigin, source_of
-from splitc.compiler.frontend.probe_sizes import Probes
-from splitc.compiler.frontend.shapes import BoundShapes, shape_of
-from splitc.compiler.frontend.uniform import is_uniform
-from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.graphs.matching import constant_numbers, made_by
+from splitc.compiler.graphs.optional import OptionalOrigin, source_of
+from splitc.compiler.graphs.uniform import is_uniform
+from splitc.compiler.graphs.walks import ancestors
+from splitc.compiler.inference.observation import MOST_SIZES, refusal
+from splitc.compiler.inference.shapes import BoundShapes, shape_of
 from splitc.compiler.nodes import describe_node
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
+from splitc.compiler.sizes.probes import Probes
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.package.states import State
 

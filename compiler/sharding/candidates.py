@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.request.shapes import Shape

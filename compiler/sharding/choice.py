@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.graphs.reads import is_random
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.sharding.axis_map import AxisMap

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import SUMMED, Axes, Operation

@@ -10,7 +10,7 @@ from itertools import pairwise
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.walks import producer_of, producers, reached
+from splitc.compiler.graphs.walks import producer_of, producers, reached
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
@@ -70,7 +70,7 @@ def find_sums(
     - `start`: these nodes, and those that need a statistic of all elements of a chosen atom.
     - `drawn`: the nodes that draw random numbers.
     - `early`: the types of values that are all-reduced before elementwise nodes, rather than after them: on GPUs one
-      fused kernel computes such nodes together with those that follow (lowering/fused_rows.py).
+      fused kernel computes such nodes together with those that follow (engine_graphs/fused_rows.py).
 
     A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial

@@ -14,12 +14,12 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_inside_slot
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.shapes import shape_of
-from splitc.compiler.frontend.slots import is_inside_slot
+from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.nodes import describe_node, unused_name
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.registry import operator_of

@@ -8,8 +8,8 @@ from functools import partial
 
 import onnx_ir as ir
 
+from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor, Pin

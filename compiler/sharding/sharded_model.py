@@ -12,8 +12,8 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import Held
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.walks import ancestors, producer_of, producers
+from splitc.compiler.graphs.walks import ancestors, producer_of, producers
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.operator import Shapes

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.lazy_tensors import CutTensor, as_slice, part_of_file, runs_of
+from splitc.compiler.graphs.lazy_tensors import CutTensor, as_slice, part_of_file, runs_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from rich.bar import Bar
 from rich.text import Text
 
+from splitc.compiler.adapters.merged_weights import Merged
 from splitc.compiler.analysis.blocks import Placed
-from splitc.compiler.frontend.merged_weights import Merged
+from splitc.compiler.engine_graphs.few_rows import inside_copied
+from splitc.compiler.engine_graphs.gpu_sizes import convolves, why_not_replayed
 from splitc.compiler.fusion.fuse import Outcome
-from splitc.compiler.lowering.few_rows import inside_copied
-from splitc.compiler.lowering.gpu_sizes import convolves, why_not_replayed
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.alone import node_alone, run_alone
-from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.graphs.alone import node_alone, run_alone
+from splitc.compiler.graphs.reads import holds_graphs
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes, Operation

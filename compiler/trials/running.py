@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from splitc.compiler.frontend.lazy_tensors import take
-from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.decomposed_attention import decompose_attention
+from splitc.compiler.engine_graphs.decomposed_attention import decompose_attention
+from splitc.compiler.graphs.lazy_tensors import take
+from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.nodes import operator_name

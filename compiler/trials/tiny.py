@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.origins import mark_origins
-from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.missing_kernels import NARROW, WIDE
+from splitc.compiler.engine_graphs.missing_kernels import NARROW, WIDE
+from splitc.compiler.graphs.origins import mark_origins
+from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation, Sizes

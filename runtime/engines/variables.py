@@ -68,7 +68,7 @@ def _is_users_choice() -> bool:
 def attention_for(known_shapes: bool, gpu: int, unaligned_bias: bool = False) -> Iterator[Mapping[str, str]]:
     """The provider's attention options: cuDNN for captured shapes, kernels that need no planning for others.
 
-    With an `unaligned_bias`, without the memory-efficient kernel (lowering/unaligned_bias.py).
+    With an `unaligned_bias`, without the memory-efficient kernel (engine_graphs/unaligned_bias.py).
 
     Sessions that are made inside compute single tokens by XQA, which needs no planning either, on the first `gpu` that
     this process uses: on others its kernels fail. For an 8B decoder on an H200, replayed tokens take as long as with

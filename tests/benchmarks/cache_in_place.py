@@ -5,7 +5,7 @@
 Both packages take turns in one process. Prints a line for each case: a token after some others in a sequence, the same
 with caches that the caller feeds, several rows with several tokens each, and prompts; and the largest relative
 difference of all outputs. `ON_CPUS` in
-`splitc.compiler.fusion.kernels` is based on this.
+`splitc.compiler.patterns.kernels` is based on this.
 """
 
 from __future__ import annotations

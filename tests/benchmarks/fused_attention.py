@@ -6,8 +6,8 @@
 
 Two attentions with their projections, or eight of the other operators, in ONNX Runtime alone. Prints a line for each
 shape, and the largest difference. With --bfloat16, half precision is bfloat16, with casts of inputs and outputs. The
-table in `splitc.compiler.fusion.kernels` is based on this, and so is what is fused in engines for GPUs
-(`splitc.compiler.lowering.gpu_fusions`).
+table in `splitc.compiler.patterns.kernels` is based on this, and so is what is fused in engines for GPUs
+(`splitc.compiler.engine_graphs.gpu_fusions`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from onnx import TensorProto
 from onnx.helper import make_node
 
 from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.engine_graphs.gpu_functions import functions_of
+from splitc.compiler.engine_graphs.gpu_fusions import fuse_for_gpus
 from splitc.compiler.fusion.fuse import fuse
-from splitc.compiler.fusion.kernels import Gains
-from splitc.compiler.lowering.gpu_functions import functions_of
-from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.operators.gpu_kernels import HALVES as HALF_TYPES
+from splitc.compiler.patterns.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.engines.onnx_session import open_onnx

@@ -9,7 +9,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.hardware.gpus import list_gpus
-from tests.compiler.lowering.test_fused_rows import BODIES, engine, feeds_of, run
+from tests.compiler.engine_graphs.test_fused_rows import BODIES, engine, feeds_of, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not list_gpus(), reason="needs a GPU")]
 

@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from splitc.compiler.lowering.cpu_values import runs_on_gpu
+from splitc.compiler.engine_graphs.cpu_values import runs_on_gpu
 from splitc.runtime.engines.onnxruntime_gpu import PROVIDER
 from splitc.runtime.hardware.gpus import list_gpus
 

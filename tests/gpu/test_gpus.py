@@ -31,7 +31,7 @@ from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ranks.recording import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
-from tests.compiler.fusion.test_caches import OPTIMUM
+from tests.compiler.caches.test_caches import OPTIMUM
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.workers import workers_of
 from tests.helpers.written_decoder import feeds as decoder_feeds

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from splitc.compiler.frontend.graph import Graph, open_graph
-from splitc.compiler.frontend.loading import read_model
+from splitc.compiler.normal_form.graph import Graph, open_graph
+from splitc.compiler.reading.loading import read_model
 
 
 def read_graph(path: Path, settings: Mapping[str, Any] = MappingProxyType({})) -> Graph:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnxruntime as ort
 import pytest
 
+from splitc.compiler.caches.grouped import is_known
 from splitc.compiler.fusion.experts import computes_gates
-from splitc.compiler.fusion.grouped import is_known
 
 needs_dlpack = pytest.mark.skipif(
     not hasattr(ort.OrtValue, "from_dlpack"), reason="needs OrtValue.from_dlpack of ONNX Runtime"

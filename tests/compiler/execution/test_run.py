@@ -17,7 +17,7 @@ from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.execution.order import execution_order
 from splitc.compiler.execution.patterns import biased_products
 from splitc.compiler.execution.run import arena_bytes
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.operators.registry import REGISTRY
 from tests.conftest import decoder_feeds
 from tests.helpers.profiles import named, profile, reads

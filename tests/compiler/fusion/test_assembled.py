@@ -12,7 +12,7 @@ import pytest
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fused, fuse
-from splitc.compiler.fusion.kernels import ON_CPUS
+from splitc.compiler.patterns.kernels import ON_CPUS
 from splitc.compiler.request.shapes import AskedShapes
 from tests.compiler.fusion.test_fuse import run
 from tests.helpers.written_attention import operators

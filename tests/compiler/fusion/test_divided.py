@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fused, fuse
-from splitc.compiler.fusion.kernels import ON_GPUS
+from splitc.compiler.patterns.kernels import ON_GPUS
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from tests.compiler.fusion.test_fuse import ANY, run

@@ -12,9 +12,9 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.engine_graphs.few_rows import inside_copied
 from splitc.compiler.fusion import experts
 from splitc.compiler.fusion.experts import experts_before
-from splitc.compiler.lowering.few_rows import inside_copied
 from splitc.compiler.operators.row_groups import EXPERTS, find_row_groups, grouped_scratch
 from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest

@@ -14,12 +14,12 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.graph import open_graph
-from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.frontend.plain_forms import use_plain_forms
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, read_symbols
 from splitc.compiler.fusion.fuse import Fused, Outcome, fuse
-from splitc.compiler.fusion.kernels import Gains
+from splitc.compiler.inference.shapes import bind_shapes, infer_shapes, read_symbols
+from splitc.compiler.normal_form.graph import open_graph
+from splitc.compiler.normal_form.plain_forms import use_plain_forms
+from splitc.compiler.patterns.kernels import Gains
+from splitc.compiler.reading.loading import read_model
 from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.compiler.show.pipeline_page import pipeline_page
 from splitc.compiler.show.pipeline_tables import print_pipeline

@@ -384,7 +384,7 @@ def test_tables_of_as_many_rows_as_something_has_that_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the size of an expensive value is needed, such as that of convolutions of a sound."""
-    monkeypatch.setattr("splitc.compiler.fusion.tables.MOST_NODES", 16)
+    monkeypatch.setattr("splitc.compiler.patterns.tables.MOST_NODES", 16)
     chain = "n0 = Abs (positions)  " + "  ".join(f"n{k + 1} = Abs (n{k})" for k in range(20))
     body = whole(False, PARTS["slices"], "counted")
     model = written(body, "counted")

@@ -8,11 +8,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.shapes import infer_shapes
-from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.fusion.views import join_views
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.unused import remove_unused
+from splitc.compiler.inference.shapes import infer_shapes
+from splitc.compiler.patterns.sizes import Axis, Sizes
 from splitc.compiler.request.shapes import Shape
 
 MODEL = """<ir_version: 8, opset_import: ["" : 18]>

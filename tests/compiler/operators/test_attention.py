@@ -207,7 +207,7 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.MRotaryEmbedding": by_heads(lambda: rotary("com.microsoft.MRotaryEmbedding", False)),
     "com.microsoft.RotaryEmbedding": by_heads(lambda: rotary("com.microsoft.RotaryEmbedding", False)),
 }
-# tests/compiler/fusion/test_latent.py splits it, decomposed.
+# tests/compiler/caches/test_latent.py splits it, decomposed.
 WITHOUT_KERNEL = {"splitc.compiler.LatentAttention"}
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),

@@ -9,8 +9,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.normal_form.graph import Graph
+from splitc.compiler.sizes.roles import find_roles
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.operators import having, softmax
 

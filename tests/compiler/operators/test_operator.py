@@ -15,15 +15,15 @@ from models.writer import save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.costs import Costs, Speed
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.folding import fold_shapes
-from splitc.compiler.frontend.shapes import infer_shapes
-from splitc.compiler.frontend.states import find_states
+from splitc.compiler.inference.folding import fold_shapes
+from splitc.compiler.inference.shapes import infer_shapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import cut_segments
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.planning.clock import Clock
 from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.states.states import find_states
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import PROFILES

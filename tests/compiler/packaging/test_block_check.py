@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from models.llama import build
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.frontend.lazy_tensors import CutTensor
+from splitc.compiler.graphs.lazy_tensors import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import block_check, self_check
 from splitc.compiler.packaging.block_check import BlockInputs

@@ -11,10 +11,10 @@ import pytest
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.analysis import facts
-from splitc.compiler.frontend.editor import add_initializer
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.matching import constant_numbers
 from splitc.compiler.fusion.fuse import fuse
+from splitc.compiler.graphs.editor import add_initializer
+from splitc.compiler.graphs.matching import constant_numbers
+from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.packaging import self_check
 from splitc.runtime.errors import OutputsDifferError
 from splitc.runtime.tools.compare import Difference

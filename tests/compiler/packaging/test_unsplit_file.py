@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.frontend.slots import is_slot_sum, need_slots
+from splitc.compiler.adapters.slots import is_slot_sum, need_slots
 from splitc.compiler.packaging import written_rank
 from splitc.runtime import OutputsDifferError
 

@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from splitc.compiler.analysis.costs import MAPPED_AROUND
-from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor
+from splitc.compiler.graphs.lazy_tensors import CutTensor, JoinedTensor
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.writer import WRITE, PackageWriter, WeightFile, in_source_order, write_weight_files
 from splitc.runtime.threads.progress import listening

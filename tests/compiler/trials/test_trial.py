@@ -15,7 +15,7 @@ from models.llama import Size
 from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
-from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Operation

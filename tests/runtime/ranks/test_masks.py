@@ -9,8 +9,8 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.ranks.kept_recordings import NEW
-from tests.compiler.fusion.test_caches import OPTIMUM
-from tests.compiler.fusion.test_preamble import CLOSE, HALF, compiled
+from tests.compiler.caches.test_caches import OPTIMUM
+from tests.compiler.caches.test_preamble import CLOSE, HALF, compiled
 from tests.conftest import assert_close, run_whole
 from tests.helpers.needs import needs_caches
 from tests.helpers.written_decoder import feeds, following, without_states

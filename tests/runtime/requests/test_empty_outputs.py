@@ -15,8 +15,8 @@ from splitc.runtime.errors import FeedError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.empty_outputs import EmptyOutputs
-from tests.compiler.fusion.test_caches import OPTIMUM
-from tests.compiler.fusion.test_preamble import HALF, compiled
+from tests.compiler.caches.test_caches import OPTIMUM
+from tests.compiler.caches.test_preamble import HALF, compiled
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.needs import needs_caches

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): the layers that they belong to, weights with them merged, and slots for them."""

@@ -1,0 +1,1 @@
+"""Finds decomposed attention by structure, and writes it as one operator."""

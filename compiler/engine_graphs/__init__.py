@@ -1,0 +1,1 @@
+"""Rewrites the graph of an engine for the device that runs it."""

@@ -1,0 +1,260 @@
+"""Rewrites nodes for which ONNX Runtime's CUDA provider has no kernel, where the results are the same to the bit.
+
+Nodes that run on the CPU keep a graph from being captured.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from splitc.compiler.engine_graphs.attention_nodes import LAST, Nodes, put_in_place
+from splitc.compiler.engine_graphs.cpu_values import SMALL, runs_on_gpu
+from splitc.compiler.engine_graphs.skip_norms import known_shape
+from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.origins import described, own_shape
+from splitc.compiler.graphs.reads import all_nodes
+from splitc.compiler.nodes import input_at, known_weight
+from splitc.compiler.operators.gpu_kernels import HALVES, LAST_OPSET, has_gpu_kernel, is_too_new, typed_input
+from splitc.compiler.operators.indexing import marked_places
+
+WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+# The reduction that finds the value whose index an operator returns.
+EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
+# The first axis of an image that is padded.
+FIRST = 2
+NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+_INT32, _INT64, _DOUBLE = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.DOUBLE
+# Wider types by type, the best first.
+WIDER = {
+    **dict.fromkeys(HALVES, (WIDE,)),
+    ir.DataType.BOOL: (ir.DataType.UINT8, _INT32, _DOUBLE),
+    **dict.fromkeys((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16), (_INT32, _INT64, _DOUBLE)),
+    **dict.fromkeys((_INT32, ir.DataType.UINT32), (_INT64, _DOUBLE)),
+}
+# The operators that compute the same in a wider type, other than halves: they compare, choose or move.
+EXACT = frozenset(
+    {
+        *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Clip"),
+        *("DepthToSpace", "SpaceToDepth", "GatherND", "Pad", "ReduceMax", "ReduceMin", "Tile", "Where"),
+        *("ArgMax", "ArgMin", "Relu"),
+    }
+)
+
+
+def give_kernel(node: ir.Node, editor: Editor) -> None:
+    """Replace a node without a CUDA kernel by nodes with one, where the results are the same to the bit."""
+    if node.op_type == "OneHot" and not node.domain:
+        _replace_one_hot(node, editor)
+    if node.op_type == "ConvTranspose" and not node.domain:
+        _pad_evenly(node, editor)
+    value = node.inputs[0] if node.inputs else None
+    if value is None or runs_on_gpu(node):
+        return
+    dtype = described(value).dtype
+    if node.op_type in EXTREMES and dtype in WHOLE:
+        _find_extreme(node, value, editor)
+    elif node.op_type == "DequantizeLinear" and dtype == ir.DataType.INT32:
+        _multiply_by_scale(node, value, editor)
+    elif node.op_type == "Pad" and dtype == ir.DataType.INT64 and not _is_list(value):
+        _pad_halves(node, value, editor)
+    elif node.op_type == "Celu" and dtype in FLOATS and node.attributes.get_float("alpha", 1.0) == 1:
+        editor.replace(node, ir.node("Elu", [value]))  # the same function then
+
+
+def _is_list(value: ir.Value) -> bool:
+    """Whether a value is known to have one axis, as sizes have."""
+    shape = described(value).shape
+    return shape is not None and len(shape) < 2
+
+
+def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Replace ArgMax or ArgMin of integers: the index of the first element that equals the extreme."""
+    axis, name = node.attributes.get_int("axis", 0), node.outputs[0].name
+    axes, attributes = editor.lists("ReduceMax", axes=[axis])
+    extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
+    equal = editor.before(node, "Equal", value, extreme)
+    marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
+    describe(extreme, f"{name}/extreme", described(value).dtype, None)
+    describe(equal, f"{name}/equal", ir.DataType.BOOL, own_shape(value))
+    describe(marked, f"{name}/marked", ir.DataType.FLOAT, own_shape(value))
+    editor.replace(node, ir.node("ArgMax", [marked], node.attributes))
+
+
+def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Replace DequantizeLinear of int32 (a bias) by a product: its zero point is 0 by definition."""
+    scale = node.inputs[1]
+    dtype = None if scale is None else described(scale).dtype
+    if _is_list(value) and dtype is not None:
+        number = editor.before(node, "Cast", value, to=dtype)
+        describe(number, f"{node.outputs[0].name}/number", dtype, own_shape(value))
+        editor.replace(node, ir.node("Mul", [number, scale]))
+
+
+def _pad_halves(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Replace Pad of int64, such as a mask, by two of numbers of 32 bits in float64, which has them exactly."""
+    b, factor = Nodes(f"{node.outputs[0].name}/halves", editor), editor.constant(np.array(1 << 32, np.int64))
+
+    def halves(whole: ir.Value) -> tuple[ir.Value, ir.Value]:
+        low = b.one("Mod", whole, factor)
+        return low, b.one("Div", b.one("Sub", whole, low), factor)
+
+    def padded(half: ir.Value, fill: ir.Value | None) -> ir.Value:
+        wide, own = (None if one is None else b.one("Cast", one, to=ir.DataType.DOUBLE) for one in (half, fill))
+        inputs = [wide, node.inputs[1], own, *node.inputs[3:]]
+        return b.one("Cast", b.add("Pad", inputs, attributes=node.attributes.values())[0], to=ir.DataType.INT64)
+
+    fill = input_at(node, 2)
+    fills = (None, None) if fill is None else halves(fill)
+    low, high = map(padded, halves(value), fills)
+    put_in_place(node, b.made, [b.one("Add", b.one("Mul", high, factor), low)])
+
+
+def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
+    """Replace OneHot of constant places by Gather, which stays on the CPU if its data do.
+
+    torch's repeat_interleave is exported so: it picks the number of repeats, and 1 for the other axes.
+    """
+    places, depth, values = node.inputs
+    wanted, most = known_weight(places), known_weight(depth)
+    if wanted is None or most is None:
+        return
+    count = int(most.numpy().item())
+    if wanted.size * count <= SMALL:
+        picked = marked_places(node, wanted.numpy(), count)
+        editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
+
+
+def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+    """Set a new value's name, type and shape."""
+    value.name, value.shape = name, shape
+    value.type = None if dtype is None else ir.TensorType(dtype)
+
+
+def _pad_evenly(node: ir.Node, editor: Editor) -> None:
+    """Write the pads of a ConvTranspose as the same at both ends, in place, if they are known.
+
+    cuDNN takes one number for both ends of an axis. Others, as Keras' "same" with a kernel of 3 and a stride of 2 has
+    them, ONNX Runtime leaves to the CPU. With the lesser number at both ends the result is longer, and the rest is
+    sliced off.
+    """
+    befores, afters = _pads(node)
+    evens = [min(pair) for pair in zip(befores, afters, strict=True)]
+    if not evens:
+        return
+    for name in ("auto_pad", "output_shape"):
+        node.attributes.pop(name, None)
+    node.attributes["pads"] = ir.AttrInt64s("pads", [*evens, *evens])
+    if befores == afters:
+        return
+    starts = [before - even for before, even in zip(befores, evens, strict=True)]
+    ends = [even - after or LAST for after, even in zip(afters, evens, strict=True)]
+    made, axes = node.outputs[0], range(FIRST, FIRST + len(evens))
+    bounds, attributes = editor.lists("Slice", starts=starts, ends=ends, axes=axes)
+    editor.wrap(made, "Slice", [made, *bounds], "longer", **attributes)
+    made.shape = None
+
+
+def _pads(node: ir.Node) -> tuple[list[int], list[int]]:
+    """The numbers before and after each axis; none if they depend on sizes that are not known.
+
+    See ComputeTransposePadAndOutputShape in ONNX Runtime's core/providers/cpu/nn/conv_transpose_attributes.h.
+    """
+    given = node.attributes
+    kind, pads = given.get_string("auto_pad", "NOTSET"), list(given.get_ints("pads", ()))
+    if kind == "VALID" or (kind == "NOTSET" and "output_shape" not in given):
+        return pads[: len(pads) // 2], pads[len(pads) // 2 :]
+    totals = _totals(node)
+    lesser, greater = [total // 2 for total in totals], [total - total // 2 for total in totals]
+    return (lesser, greater) if kind == "SAME_UPPER" else (greater, lesser)
+
+
+def _totals(node: ir.Node) -> list[int]:
+    """How much is cut off of each axis, at both ends together, where the result's sizes decide that."""
+    given = node.attributes
+    kernel = given.get_ints("kernel_shape", _spatial(node.inputs[1]))
+    ones, zeros = [1] * len(kernel), [0] * len(kernel)
+    strides, dilations = given.get_ints("strides", ones), given.get_ints("dilations", ones)
+    wanted = given.get_ints("output_shape", ())[-len(kernel) :]
+    # If no sizes are given, the result is as long as its input times the stride, and any length gives the same total.
+    lengths = _spatial(node.inputs[0]) if wanted else zeros
+    if len(lengths) != len(kernel):
+        return []
+    axes = zip(
+        lengths, strides, kernel, dilations, given.get_ints("output_padding", zeros), wanted or zeros, strict=True
+    )
+    return [
+        max(0, (length - 1) * stride + (size - 1) * dilation + 1 + more - own)
+        for length, stride, size, dilation, more, own in axes
+    ]
+
+
+def _spatial(value: ir.Value | None) -> list[int]:
+    """The sizes of an image or a kernel; none unless all are numbers."""
+    sizes = list((known_shape(value) or ())[FIRST:]) if value is not None else []
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return numbers if numbers == sizes else []
+
+
+def widen(node: ir.Node, editor: Editor) -> None:
+    """Insert casts around a node, perhaps in a branch, that has a kernel for a wider type but none for its own.
+
+    ONNX Runtime has few CUDA kernels for bfloat16, and its CPU provider has hardly any either, so it would not load
+    such a graph. Of float16 it lacks GridSample. Kernels for halves compute in float32 too, and round their results
+    once. Small integers and booleans have the same results in a wider type, to the bit.
+    """
+    first, types = typed_input(node), [None if value is None else described(value).dtype for value in node.inputs]
+    narrow = types[first] if len(types) > first else None
+    if narrow not in WIDER or has_gpu_kernel(node, narrow):
+        return
+    wide = next((dtype for dtype in WIDER[narrow] if has_gpu_kernel(node, dtype)), None)
+    if wide is None or (narrow not in HALVES and (node.domain or node.op_type not in EXACT)):
+        return
+    for number, (value, dtype) in enumerate(zip(node.inputs, types, strict=True)):
+        if dtype == narrow and number >= first:
+            cast = editor.before(node, "Cast", value, to=wide, dtype=wide)
+            assert value is not None
+            cast.name, cast.shape = f"{node.outputs[0].name}/wide{number}", value.shape  # unlike those around a branch
+            node.replace_input_with(number, cast)
+    for value in node.outputs:
+        if described(value).dtype == narrow:
+            editor.wrap(value, "Cast", [value], "wide", to=narrow)
+            value.type = ir.TensorType(wide)
+
+
+def use_older_opset(graph: ir.Graph) -> None:
+    """Make a graph import opset `LAST_OPSET`, in place, if nodes get CUDA kernels by it and all compute the same.
+
+    ONNX's opset 22 adds bfloat16 to many operators, and changes nothing else about them. ONNX Runtime registers some of
+    its CUDA kernels for the older version alone: a MaxPool of opset 22 runs on the CPU, and one of opset 21 on the GPU.
+    """
+    opset = graph.opset_imports.get("", 1)
+    if any(map(is_too_new, graph)) and all(_means_the_same(node, opset) for node in all_nodes(graph)):
+        graph.opset_imports[""] = LAST_OPSET
+
+
+def _means_the_same(node: ir.Node, opset: int) -> bool:
+    """Whether a node computes the same in opset `LAST_OPSET`: its types and attributes exist there.
+
+    Opsets 22 to 25 added types, and otherwise changed only operators that got other attributes.
+    """
+    if node.domain:
+        return True
+    try:
+        new, old = (onnx.defs.get_schema(node.op_type, version) for version in (opset, LAST_OPSET))
+    except onnx.defs.SchemaError:  # there was none
+        return False
+    if new.since_version == old.since_version:
+        return True
+    return node.attributes.keys() <= old.attributes.keys() and all(
+        value is None or _takes(old, number, value) for number, value in enumerate(node.inputs)
+    )
+
+
+def _takes(schema: onnx.defs.OpSchema, number: int, value: ir.Value) -> bool:
+    """Whether an operator accepts a value's type as this input. The last input of a schema may be variadic."""
+    dtype = described(value).dtype
+    allowed = schema.inputs[min(number, len(schema.inputs) - 1)].types
+    return dtype is not None and f"tensor({dtype.name.lower()})" in allowed

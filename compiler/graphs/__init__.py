@@ -1,0 +1,1 @@
+"""What all passes use to read, match and change a graph."""

@@ -1,0 +1,1 @@
+"""Reads a model's files without its weights, and checks that they are complete."""

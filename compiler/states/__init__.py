@@ -1,0 +1,1 @@
+"""Inputs that take an output of the request before, such as caches."""
