@@ -33,7 +33,7 @@ FILE = "trials.json"
 # adds hundreds.
 MOST = 20_000
 # The rooms whose code decides the results.
-ROOMS = ("operators", "sharding", "lowering", "trials")
+ROOMS = ("operators", "sharding", "engine_graphs", "lowering", "trials")
 
 
 def find_broken(analysis: Analysis, axis_map: AxisMap, choice: Choice) -> dict[ir.Node, str]:
