@@ -104,20 +104,26 @@ class _Weighing:
     zeroed: tuple[ir.Value, bool] | None = None
 
 
-def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
-    """The attention around a Softmax; None if its output is not multiplied with values, as in a router or a classifier.
+def find_attentions(softmax: Softmax, rank_of: RankOf) -> list[Attention]:
+    """The attentions around a Softmax: one for each product of its output with values.
 
-    Raises NotFusedError for attention of an unknown form.
+    None if there is no such product, as in a router or a classifier. Several if different values get the same weights,
+    as in differential attention. Raises NotFusedError for attention of an unknown form.
     """
     try:
-        below = _find_weighing(softmax.output, rank_of)
+        found = _find_weighings(softmax.output, rank_of)
         if not softmax.is_last:
             raise NotFusedError("its Softmax may not be along the last axis")
         above = find_scores(softmax.scores, DEEPEST, rank_of)
     except NotFusedError:
         if not weighs(softmax.output) or not comes_from_product(softmax.scores):
-            return None
+            return []
         raise
+    return [_joined(softmax, above, below) for below in found]
+
+
+def _joined(softmax: Softmax, above: Scores, below: _Weighing) -> Attention:
+    """The attention of these scores and this product with values."""
     if below.cut != (above.sinks is not None):
         raise NotFusedError("its attention sinks are not both joined before its Softmax and cut off after it")
     if below.zeroed is not None and all((bias.value, bias.hides) != below.zeroed for bias in above.biases):
@@ -164,8 +170,8 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
     return (query, keys, weighed) if is_one_type else (product.first, product.second, values)
 
 
-def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
-    """The product of a Softmax's output with the values, and the nodes in between.
+def _find_weighings(value: ir.Value, rank_of: RankOf) -> list[_Weighing]:
+    """The products of a Softmax's output with values, and the nodes in between.
 
     Raises NotFusedError if other nodes read the weights, or change them in an unknown way.
     """
@@ -176,12 +182,12 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
         users = readers_of(value)
         if (zeroed := without_nan(value)) is not None:
             guarded, value = True, zeroed
-        elif value.is_graph_output() or len(users) > 1:
+        elif value.is_graph_output() or (len(users) > 1 and not all(map(multiplies, users))):
             raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
-            below = _read_weighing(users[0], value, transposed, rank_of)
-            passes = tuple(passed)
-            return replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
+            found = [_read_weighing(user, value, transposed, rank_of) for user in users]
+            own = {"weights": straight, "guarded": guarded, "passed": tuple(passed), "cut": cut, "zeroed": zeroed_by}
+            return [replace(below, **own) for below in found]
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
         elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:

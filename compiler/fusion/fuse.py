@@ -9,7 +9,7 @@ from functools import cached_property
 
 import onnx_ir as ir
 
-from splitc.compiler.attention.attention import Attention, find_attention
+from splitc.compiler.attention.attention import Attention, find_attentions
 from splitc.compiler.attention.blanks import with_blanks
 from splitc.compiler.attention.multi_head import OPERATOR, write_multi_head_attention
 from splitc.compiler.attention.operator import MULTI_HEAD, is_operator, read_operator
@@ -223,13 +223,11 @@ class _Attentions:
         if is_operator(node):
             yield from self._operator(node)
             return
-        if (ended := _decomposed_attention(node, self.context)) is None:
-            return
-        name, attention = ended
-        if isinstance(attention, NotFusedError):
-            yield Outcome(name, None, str(attention), "attention" if self.gains.attention else "cache")
-        else:
-            yield from self._replaced(name, attention)
+        for name, attention in _decomposed_attentions(node, self.context):
+            if isinstance(attention, NotFusedError):
+                yield Outcome(name, None, str(attention), "attention" if self.gains.attention else "cache")
+            else:
+                yield from self._replaced(name, attention)
 
     def _operator(self, node: ir.Node) -> list[Outcome]:
         """Replace attention that is one operator by another one, with its caches, where that is faster."""
@@ -362,17 +360,16 @@ def _looks_inside(context: Context) -> Iterator[Outcome]:
     graph = context.graph.graph
     if context.gains.attention and has_subgraphs(graph):
         inside = (node for node in all_nodes(graph) if node.graph is not graph)
-        for name, _ in filter(None, (_decomposed_attention(node, context) for node in inside)):
+        for name, _ in (found for node in inside for found in _decomposed_attentions(node, context)):
             yield Outcome(name, None, "it is inside an If or a Loop")
 
 
-def _decomposed_attention(node: ir.Node, context: Context) -> tuple[str, Attention | NotFusedError] | None:
-    """The name and the attention of a Softmax, or why its form is unknown; None if the node is part of no attention."""
+def _decomposed_attentions(node: ir.Node, context: Context) -> list[tuple[str, Attention | NotFusedError]]:
+    """The attentions of a Softmax, each with its name, or why its form is unknown; none of a node of another kind."""
     softmax = find_softmax(node, context.rank_of, context.graph.model.opset_imports.get("", 1))
     if softmax is None:
-        return None
+        return []
     try:
-        attention = find_attention(softmax, context.rank_of)
+        return [(softmax.name, attention) for attention in find_attentions(softmax, context.rank_of)]
     except NotFusedError as error:
-        return softmax.name, error
-    return None if attention is None else (softmax.name, attention)
+        return [(softmax.name, error)]
