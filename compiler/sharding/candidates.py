@@ -18,6 +18,7 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
+from splitc.compiler.sizes.numbered import fixed_size
 from splitc.runtime.units import format_bytes
 
 # The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
@@ -166,8 +167,8 @@ def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> 
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         sizes = planned.get(value.name or "", ())
         for number, axis in enumerate(axis_map.axes.get(value) or ()):
-            is_fixed = value.shape is not None and isinstance(value.shape[number], int)
-            if is_fixed and number < len(sizes) and sizes[number] == ax.size_of(axis):
+            fixed = None if value.shape is None else fixed_size(value.shape[number])
+            if fixed is not None and number < len(sizes) and sizes[number] == ax.size_of(axis):
                 continue
             leaves = ax.leaves(axis)
             ends = [place for place, leaf in enumerate(leaves, 1) if not leaf.is_atom]

@@ -19,12 +19,15 @@ from tests.helpers.blocks import Block, check_split, sharded
 from tests.helpers.operators import softmax
 
 
-def convolved(values: int, keys: int) -> Block:
-    """Values and keys pass one depthwise convolution, whose last positions are a state."""
+def convolved(values: int, keys: int, written: type = int) -> Block:
+    """Values and keys pass one depthwise convolution, whose last positions are a state.
+
+    torch's exporter writes its sizes as symbols (`written` as str).
+    """
     b = Block()
     channels = values + keys
     x = b.data("x", (2, 5, 16), ["batch", "length", 16])
-    state = b.data("state", (2, channels, 3), ["batch", channels, 3])
+    state = b.data("state", (2, channels, 3), ["batch", written(channels), 3])
     wide = b.op("Transpose", b.op("MatMul", softmax(b, x), b.w("A", 16, channels)), perm=[0, 2, 1])
     joined = b.op("Concat", state, wide, axis=-1)
     b.give(b.op("Slice", joined, b.ints(-3), b.ints(2**31), b.ints(2)), "new", ["batch", channels, 3])
@@ -37,9 +40,10 @@ def convolved(values: int, keys: int) -> Block:
     return b
 
 
-@pytest.mark.parametrize(("values", "keys"), [(32, 16), (16, 3)])
-def test_state_of_several_parts(tmp_path: Path, values: int, keys: int) -> None:
-    check_split(convolved(values, keys), tmp_path, ["A", "B", "kernel"], shares=((1, 1), (1, 1, 1, 1), (1, 30, 1)))
+@pytest.mark.parametrize(("values", "keys", "written"), [(32, 16, int), (16, 3, int), (32, 16, str)])
+def test_state_of_several_parts(tmp_path: Path, values: int, keys: int, written: type) -> None:
+    block, shares = convolved(values, keys, written), ((1, 1), (1, 1, 1, 1), (1, 30, 1))
+    check_split(block, tmp_path, ["A", "B", "kernel"], shares, sums=1)
 
 
 def test_sections_that_may_change_stay_whole(tmp_path: Path) -> None:
