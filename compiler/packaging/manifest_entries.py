@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
+from splitc.compiler.caches.cache import ROWS
 from splitc.compiler.graphs.reads import all_nodes
 from splitc.compiler.graphs.walks import reached
 from splitc.compiler.modes.rows import row_sources, rows_of_micro_batches
@@ -68,6 +69,7 @@ def make_manifest(
         optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
         filled_sizes=_filled_sizes(plan),
+        unset=_windows(analysis),
         lengths=list(analysis.lengths),
         kept_rows=None if analysis.chosen is None else analysis.chosen.entry,
         preamble=_preamble(plan, have_forms(ranks)),
@@ -82,6 +84,18 @@ def make_manifest(
             for merged in analysis.merged
         ],
     )
+
+
+def _windows(analysis: Analysis) -> list[str]:
+    """The outputs that are caches of a window. Their operator leaves rows that are not filled as its memory was."""
+    operators = [(node, operator_of(node)) for node in analysis.graph.nodes]
+    made = {
+        node.outputs[place]
+        for node, operator in operators
+        if operator.state_sizes is not None and ROWS in operator.state_sizes(node)
+        for place in operator.states
+    }
+    return [value.name or "" for value in analysis.graph.graph.outputs if value in made]
 
 
 def _batch(plan: Plan) -> dict[str, int] | None:

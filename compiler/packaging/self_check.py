@@ -13,9 +13,7 @@ import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.caches.cache import ROWS
 from splitc.compiler.errors import ModelError
-from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
@@ -227,26 +225,11 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
                 f"Nothing was written. {FAULT}. --no-verify writes the package as it is."
             ) from error
         compared = partial(compare, number_type=session.manifest.number_type)
-        unset = _windows(plan.analysis).intersection(expected)
-        expected = {name: array for name, array in expected.items() if name not in unset}
-        judged = judge(compared, whole, feeds, expected, made)
-        note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
-        judged = replace(judged, notes=[*judged.notes, *([note] if unset else [])])
+        judged = judge(compared, whole, feeds, expected, made, unset=session.manifest.unset)
         if judged.passed or not (name := whole.undefined(feeds)):
             return _result(whole, judged)
         undecided = replace(judged, unsteady=f"'{name}' of the unsplit model is NaN for inputs of these sizes")
     return None if undecided is None else _result(whole, undecided)
-
-
-def _windows(analysis: Analysis) -> set[str]:
-    """The outputs that are caches of a window. Their operator leaves rows that are not filled as its memory was."""
-    operators = [(node, operator_of(node)) for node in analysis.graph.nodes]
-    return {
-        node.outputs[place].name or ""
-        for node, operator in operators
-        if operator.state_sizes is not None and ROWS in operator.state_sizes(node)
-        for place in operator.states
-    }
 
 
 def _result(whole: Reference, judged: Judged) -> str:

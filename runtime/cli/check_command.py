@@ -128,7 +128,8 @@ class Comparison:
                 held = session.adapters.sum(None)
                 # A model with slots of its own takes the adapters.
                 given = feeds if held is None else {**feeds, **held.arrays}
-                judged = judge(compared, whole, given, whole.run(given), actual, excused=excused)
+                unset = session.manifest.unset
+                judged = judge(compared, whole, given, whole.run(given), actual, excused=excused, unset=unset)
             measured = measure_ranks(load_session, session, feeds) if self.memory else []
             notes = [*judged.notes, *filter(None, [judged.unsteady])]
             if held is not None and not all(difference.passed for difference in judged.differences):

@@ -256,6 +256,7 @@ class Manifest(Struct, frozen=True):
     - `row_sources`: inputs that have every row of the batch. If it has several, other inputs may have one row for all.
     - `shared_sizes`: symbols with one size each in a request, which ranks read off any value.
     - `filled_sizes`: symbols that must not be 0, since ONNX Runtime would end the process.
+    - `unset`: outputs of which the model sets only the rows that are filled. The others are not compared.
     - `replicas`: groups of ranks that divide the rows of a batch. `ranks` are then the first one's; the others run the
       same files. If there are no replicas, all ranks are one group.
     - `merged`: adapters in the weights. `slots`: places for adapters of requests. `most_rank`: the total rank that
@@ -287,6 +288,7 @@ class Manifest(Struct, frozen=True):
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
     filled_sizes: list[str] = []
+    unset: list[str] = []
     lengths: list[Length] = []
     replicas: list[Replica] = []
     row_sources: list[str] = []

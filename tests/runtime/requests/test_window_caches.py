@@ -14,6 +14,7 @@ from models.llama_fused import build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close
 from tests.helpers.needs import IS_OLD
 
@@ -65,3 +66,11 @@ def test_caches_that_hold_a_window_have_its_rows(tmp_path: Path, mode: str) -> N
     for capacity in (None, 24):
         for ours, theirs in zip(logits_of(package, capacity), expected, strict=True):
             assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 (Python 3.10) has no such caches")
+def test_package_names_the_caches_that_are_partly_unset(tmp_path: Path) -> None:
+    """Their rows beyond the window's tokens are what the memory held: 'splitc check' would find them different."""
+    present = ["present.0.key", "present.0.value"]
+    assert read_manifest(package_of(tmp_path / "holds", True, "tensor")).unset == present
+    assert read_manifest(package_of(tmp_path / "grows", False, "tensor")).unset == []
