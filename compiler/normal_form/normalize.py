@@ -11,7 +11,7 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.errors import ModelError
 from splitc.compiler.graphs.editor import WHERE
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.graphs.reads import all_nodes, has_subgraphs, node_reads
+from splitc.compiler.graphs.reads import all_nodes, has_subgraphs, node_reads, subgraphs
 from splitc.compiler.graphs.uniform import copy_selections
 from splitc.compiler.graphs.unused import remove_unused
 from splitc.compiler.inference.symbolic import UNKNOWN, add_types
@@ -82,11 +82,17 @@ def lift(model: ir.Model) -> None:
 
 
 def name_apart(model: ir.Model) -> None:
-    """Give each value a unique name, in place. An omitted optional output keeps its empty name."""
-    left_out = [value for node in all_nodes(model.graph) for value in node.outputs if value.name == ""]
+    """Give each value a unique name, in place. An omitted optional output keeps its empty name.
+
+    So do what a graph of an operator outside of ONNX takes and gives: BeamSearch knows these by their names.
+    """
+    nodes = list(all_nodes(model.graph))
+    kept = [(value, "") for node in nodes for value in node.outputs if value.name == ""]
+    bodies = [body for node in nodes if node.domain for body in subgraphs(node)]
+    kept += [(value, value.name or "") for body in bodies for value in (*body.inputs, *body.outputs)]
     passes.NameFixPass()(model)
-    for value in left_out:
-        value.name = ""
+    for value, name in kept:
+        value.name = name
 
 
 def replace_cast_like(model: ir.Model) -> None:

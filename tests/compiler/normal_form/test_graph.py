@@ -11,6 +11,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
+from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
 from tests.helpers.graphs import read_graph
 
@@ -40,6 +41,30 @@ def test_constants_of_functions_are_cut_in_all_copies(write_model: WriteModel, t
     for mode in ("layer", "tensor"):
         plan = plan_model(path, "2xcpu", Request(split_mode=mode, shapes={"x": (2, 4)}))
         compile_model(plan, tmp_path / mode)  # which compares it with the model
+
+
+def test_decoder_inside_a_search_keeps_the_names_by_which_the_search_knows_it(
+    write_model: WriteModel, tmp_path: Path
+) -> None:
+    """ONNX Runtime's search operators need these names, though values outside have the same ones."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (int32[batch, length] input_ids) => (int32[batch, most] sequences)
+        <int32[1] most = {6}, int32[1] least = {1}, float[1] penalty = {1}>
+        { sequences = com.microsoft.GreedySearch <eos_token_id = 1, pad_token_id = 0, model_type = 0, decoder = decoder
+            (int32[batch, new] input_ids, int32[batch, new] position_ids, int32[batch, total] attention_mask,
+             float[2, batch, 1, past, 2] past_0)
+            => (float[batch, new, 4] logits, float[2, batch, 1, total, 2] present_0)
+            <float[4, 4] table = {0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0}, int64[5] heads = {0, 0, 2, 1, 2}>
+            { logits = Gather (table, input_ids)
+              split = Reshape (logits, heads)
+              new_0 = Transpose <perm = [2, 0, 3, 1, 4]> (split)
+              present_0 = Concat <axis = 3> (past_0, new_0) }> (input_ids, most, least, penalty) }"""
+    )
+    compile_model(plan_model(path, "cpu0", Request(shapes={"input_ids": (2, 3)})), tmp_path / "package")
+    feeds = {"input_ids": np.array([[2, 2, 2], [3, 3, 3]], np.int32)}
+    with Session(tmp_path / "package", threads=1) as session:
+        assert_close(session.run(feeds), run_whole(path, feeds))
 
 
 def test_of_a_function_named_as_an_operator_the_operator_is_run(write_model: WriteModel, tmp_path: Path) -> None:
