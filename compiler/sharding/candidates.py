@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.adapters.slots import is_slot_input
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.inference.shapes import fixed_size
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
@@ -18,7 +19,6 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
-from splitc.compiler.sizes.numbered import fixed_size
 from splitc.runtime.units import format_bytes
 
 # The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
