@@ -17,6 +17,7 @@ from splitc.compiler.adapters.linear_layers import find_linear_layers
 from splitc.compiler.graphs.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.graphs.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.graphs.origins import origin_of, put_behind, take_place
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.unused import remove_unused
 from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.nodes import MICROSOFT
@@ -274,4 +275,4 @@ def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
 def _leaves(value: ir.Value) -> list[ir.Value]:
     """The factors of a product of two values; for any other value, the value."""
     maker = made_by(value, "Mul")
-    return [value] if maker is None else [factor for factor in maker.inputs if factor is not None]
+    return [value] if maker is None else inputs_of(maker)

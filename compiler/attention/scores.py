@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.attention.softmax import is_row_maximum, swaps_last
-from splitc.compiler.graphs.matching import VIEWS, constant
+from splitc.compiler.graphs.matching import VIEWS, constant, input_orders
 from splitc.compiler.patterns.errors import NO_SIZES, NotFusedError
 from splitc.compiler.patterns.operand import PASSED, factor_of, same_number
 from splitc.compiler.patterns.product import Product, RankOf, comes_from_product, is_product, multiplies, read_product
@@ -162,7 +162,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> Scores:
 
 def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> Scores:
     """Scores that are multiplied or divided by a computed value, such as one number for each head."""
-    for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
+    for path, value in input_orders(node):
         assert path is not None and value is not None
         if path.is_initializer() or not comes_from_product(path):
             continue
@@ -187,7 +187,7 @@ def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> Scores:
 def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> Scores:
     """Scores to which something is added, or from which something is subtracted."""
     reasons = []
-    for path, bias in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Add" else 1]:
+    for path, bias in input_orders(node):
         assert path is not None and bias is not None
         try:
             above = find_scores(path, deepest - 1, rank_of)

@@ -14,6 +14,7 @@ from splitc.compiler.caches.cache import ROWS
 from splitc.compiler.caches.grouped import BIAS, LASTS, PASTS, QUERY, TOTAL
 from splitc.compiler.caches.lengths import Lengths
 from splitc.compiler.graphs.matching import is_onnx
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED
@@ -49,7 +50,7 @@ def _reads_length(node: ir.Node, pasts: Collection[ir.Value]) -> bool:
 
     def above(value: ir.Value) -> list[ir.Value]:
         maker = value.producer()
-        return [] if maker is None or is_onnx(maker, "Shape") else [one for one in maker.inputs if one is not None]
+        return [] if maker is None or is_onnx(maker, "Shape") else inputs_of(maker)
 
     total = node.inputs[TOTAL]
     shapes = [] if total is None else [value.producer() for value in reached([total], above)]

@@ -25,6 +25,7 @@ from splitc.compiler.caches.latent_cache import LatentCaches
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.lazy_tensors import computed
 from splitc.compiler.graphs.matching import VIEWS, is_onnx, made_by, own_matrix, tensor_of, value_before
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
 from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.patterns.context import Context
@@ -99,7 +100,7 @@ def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAtt
     node, last = made_by(keys.value, "Concat"), keys.axes[-1]
     if node is not None and node.attributes.get_int("axis", 0) not in (last, last - 4):
         return None
-    joined_parts = [keys.value] if node is None else [value for value in node.inputs if value is not None]
+    joined_parts = [keys.value] if node is None else inputs_of(node)
     maybe = (_part(Operand(value, keys.axes), sizes) for value in joined_parts)
     parts = tuple(part for part in maybe if part is not None)
     sizes_of_parts = [axes[last].fixed for value in joined_parts if (axes := sizes.axes(value))]
@@ -274,7 +275,7 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     leading = [frame.batch, frame.heads, frame.length]
     node, last = made_by(query.value, "Concat"), query.axes[-1]
     if node is not None and node.attributes.get_int("axis", 0) in (last, last - 4):
-        parts = [value for value in node.inputs if value is not None]
+        parts = inputs_of(node)
         if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
             return [work.transpose(Operand(value, query.axes), "query") for value in parts]
     value = work.transpose(query, "query")

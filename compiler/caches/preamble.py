@@ -18,7 +18,7 @@ from splitc.compiler.caches.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.graphs.matching import is_onnx
 from splitc.compiler.graphs.node_key import node_key, tensor_key
 from splitc.compiler.graphs.origins import hand_over
-from splitc.compiler.graphs.reads import holds_graphs, node_reads
+from splitc.compiler.graphs.reads import holds_graphs, inputs_of, node_reads
 from splitc.compiler.graphs.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.nodes import known_tensor, known_weight
@@ -181,7 +181,7 @@ def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
     """The early values: computed from these inputs and small constants by nodes that are cheap on the CPU."""
     early = set(inputs)
     for node in graph:
-        read = [value for value in node.inputs if value is not None]
+        read = inputs_of(node)
         light = all(value in early or _is_small(value) for value in read)
         if light and not operator_of(node).is_product and not draws(node) and not holds_graphs(node):
             early.update(node.outputs)

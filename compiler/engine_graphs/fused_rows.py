@@ -27,6 +27,7 @@ from splitc.compiler.engine_graphs.gpu_functions import DOMAIN, PROGRAM
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import VIEWS, is_onnx, made_by, value_before
 from splitc.compiler.graphs.origins import described, noted_sizes, planned_shape, take_place
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import numbers_or_names
 from splitc.compiler.nodes import MICROSOFT
 from splitc.compiler.operators.gpu_kernels import HALVES
@@ -170,7 +171,7 @@ def _members(root: ir.Node, gone: set[ir.Node], refused: set[ir.Node]) -> set[ir
 def _data(node: ir.Node) -> list[ir.Value]:
     """The inputs of a step that have the shape of its result."""
     shape = _sizes(node.outputs[0])
-    inputs = [value for value in node.inputs if value is not None]
+    inputs = inputs_of(node)
     if len(inputs) == 1 or _step_name(node) not in POINTWISE:
         return inputs[:1]
     return [value for value in inputs if _sizes(value) == shape]

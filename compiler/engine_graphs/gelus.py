@@ -18,7 +18,15 @@ from splitc.compiler.engine_graphs.gpu_functions import call
 from splitc.compiler.fusion.gelu import find_by_erf
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.lazy_tensors import JoinedTensor
-from splitc.compiler.graphs.matching import combined, constant_numbers, is_onnx, is_own, made_by, tensor_of
+from splitc.compiler.graphs.matching import (
+    combined,
+    constant_numbers,
+    input_orders,
+    is_onnx,
+    is_own,
+    made_by,
+    tensor_of,
+)
 from splitc.compiler.graphs.origins import described, own_shape, planned_shape, take_place
 from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.nodes import MICROSOFT, known_tensor
@@ -160,7 +168,7 @@ def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     node = made_by(total, "Add")
     if node is None or described(total).dtype not in HALVES:
         return None
-    for data, bias in (node.inputs, node.inputs[::-1]):
+    for data, bias in input_orders(node):
         if data is None or bias is None or bias.const_value is None or data.const_value is not None:
             continue
         own, shape = bias.const_value.shape.numpy(), own_shape(data)

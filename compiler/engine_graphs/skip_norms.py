@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx.helper import make_node
 
 from splitc.compiler.graphs.editor import Editor
-from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.graphs.matching import input_orders, is_onnx, made_by
 from splitc.compiler.graphs.origins import described, take_place
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.inference.shapes import numbers_or_names
@@ -116,7 +116,7 @@ def _with_bias(addition: _Addition) -> _Addition:
         if node is None or len(one.uses()) > 1 or one.is_graph_output():
             continue
         shape = known_shape(one) or ()
-        for data, bias in (node.inputs, node.inputs[::-1]):
+        for data, bias in input_orders(node):
             is_bias = bias is not None and bias.is_initializer() and known_shape(bias) == shape[-1:]
             if data is not None and is_bias and known_shape(data) == shape:
                 return _Addition(addition.node, data, other, bias)

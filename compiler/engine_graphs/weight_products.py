@@ -24,6 +24,7 @@ from splitc.compiler.graphs.lazy_tensors import JoinedTensor
 from splitc.compiler.graphs.matching import is_own, made_by, tensor_of
 from splitc.compiler.graphs.node_key import node_key
 from splitc.compiler.graphs.origins import note_sizes, noted_sizes, planned_shape, take_place
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.nodes import operator_name, settings_of
 from splitc.compiler.operators.gpu_kernels import GROUPED, HALVES
@@ -78,7 +79,7 @@ def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.V
         return ()
     if weight.dtype not in HALVES:
         return ()
-    parts = [part for part in joined.inputs if part is not None]
+    parts = inputs_of(joined)
     sizes = [planned_shape(part, shapes) for part in parts]
     rank, *others = {len(size) for size in sizes}
     if others or not rank or joined.attributes.get_int("axis", 0) not in (-1, rank - 1):

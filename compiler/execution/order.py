@@ -9,6 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.patterns import GELUS, biased_products
 from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.graphs.reads import inputs_of
 
 _ENDS_GELU = (*GELUS, "Mul")
 
@@ -76,7 +77,7 @@ def ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
 
     A bias in `biased` is fused into a product instead.
     """
-    above = [value.producer() for value in node.inputs if value is not None] if node.op_type in _ENDS_GELU else []
+    above = [value.producer() for value in inputs_of(node)] if node.op_type in _ENDS_GELU else []
     if node.op_type in GELUS:
         return any(maker is not None and maker.op_type == "Add" and maker not in biased for maker in above)
     return any(_reads_erf(maker, 2) for maker in above if maker is not None)
@@ -85,5 +86,5 @@ def ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
 def _reads_erf(node: ir.Node, steps: int) -> bool:
     if node.op_type == "Erf":
         return True
-    makers = (value.producer() for value in node.inputs if value is not None) if node.op_type in ("Add", "Mul") else ()
+    makers = (value.producer() for value in inputs_of(node)) if node.op_type in ("Add", "Mul") else ()
     return steps > 0 and any(_reads_erf(maker, steps - 1) for maker in makers if maker is not None)

@@ -15,7 +15,8 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
 from splitc.compiler.fusion.gelu import find_by_erf, find_by_tanh
-from splitc.compiler.graphs.matching import is_onnx, made_by, value_before
+from splitc.compiler.graphs.matching import input_orders, is_onnx, made_by, value_before
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producer_of
 from splitc.compiler.patterns.operand import factor_of
 
@@ -40,7 +41,7 @@ def written_gelus(nodes: Sequence[ir.Node]) -> dict[ir.Node, tuple[ir.Value, set
 
 
 def _other_inputs(data: ir.Value, node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None and value is not data]
+    return [value for value in inputs_of(node) if value is not data]
 
 
 def biased_gelus(
@@ -58,7 +59,7 @@ def biased_gelus(
         if maker is None or maker not in made or maker in products:
             continue
         # Exporters leave out shapes that ONNX Runtime infers: only the bias, which is stored, has to have one.
-        ends = [value for value in maker.inputs if value is not None]
+        ends = inputs_of(maker)
         biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
         is_alone = nodes.only_reader(added) is not None and not added.is_graph_output()
         if is_alone and len(ends) == 2 and len(biases) == 1:
@@ -87,7 +88,7 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
     between = set[ir.Value]()
     for node in nodes.order:
         if is_onnx(node, "Mul") and node.outputs[0].dtype == ir.DataType.FLOAT:
-            for gate, data in (node.inputs, node.inputs[::-1]):
+            for gate, data in input_orders(node):
                 inner = _gates(gate, data)
                 if data is not None and inner and all(map(nodes.only_reader, inner)):
                     silus.add(node)

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.graphs.matching import constant, is_onnx, made_by
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.inference.shapes import shape_of
 
@@ -54,7 +55,7 @@ def _repacked(product: ir.Node) -> ir.Value | None:
     first, second = (made_by(value, "DequantizeLinear") for value in product.inputs)
     if second is None or first is not None:
         return None
-    weight, scale, *_ = read = [value for value in second.inputs if value is not None]
+    weight, scale, *_ = read = inputs_of(second)
     if any(map(_has_other_readers, (*read, second.outputs[0]))) or not weight.is_initializer():
         return None
     by_columns = shape_of(scale) == shape_of(weight)[1:] and second.attributes.get_int("axis", 1) in (1, -1)

@@ -17,7 +17,8 @@ import onnx_ir as ir
 from splitc.compiler.attention.multi_head import has_attribute
 from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.graphs.alone import run_part
-from splitc.compiler.graphs.matching import is_onnx, made_by
+from splitc.compiler.graphs.matching import input_orders, is_onnx, made_by
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.nodes import known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
@@ -121,7 +122,7 @@ def experts_before(node: ir.Node) -> Experts | None:
             made[value] = first
         elif maker is not None and maker not in between:
             between.add(maker)
-            left += [value for value in maker.inputs if value is not None]
+            left += inputs_of(maker)
         elif maker is None and known_tensor(value) is None:
             return None
     if left or len(made) != 1:
@@ -150,7 +151,7 @@ def _first_product(node: ir.Node) -> _First | None:
         return _First(groups, node)
     if not is_onnx(node, "Add"):
         return None
-    for value, other in (node.inputs, node.inputs[::-1]):
+    for value, other in input_orders(node):
         joins = made_by(value, "Concat")
         groups = None if joins is None else find_row_groups(joins)
         lookup = made_by(other, "Gather")

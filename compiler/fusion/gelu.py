@@ -9,7 +9,8 @@ import math
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.matching import combined, constant, is_onnx, made_by, only_user, other_input
+from splitc.compiler.graphs.matching import combined, constant, input_orders, is_onnx, made_by, only_user, other_input
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.patterns.operand import factor_of
 
 # The relative tolerance of constants, which may be rounded to float16.
@@ -55,7 +56,7 @@ def _scaled_cubic(value: ir.Value | None) -> ir.Value | None:
     total = _multiple(value, ROOT)
     if total is not None:
         return _cubed(total)
-    for one, other in (product.inputs, product.inputs[::-1]):
+    for one, other in input_orders(product):
         data = _multiple(one, ROOT)
         if data is not None and _is_one_and_square(other, data):
             return data
@@ -65,7 +66,7 @@ def _scaled_cubic(value: ir.Value | None) -> ir.Value | None:
 def _cubed(value: ir.Value) -> ir.Value | None:
     """The x of x + CUBE x^3."""
     total = made_by(value, "Add")
-    for data, more in () if total is None else (total.inputs, total.inputs[::-1]):
+    for data, more in () if total is None else input_orders(total):
         power = made_by(_multiple(more, CUBE), "Pow")
         if power is not None and power.inputs[0] is data and constant(power.inputs[1]) == 3:
             return data
@@ -77,7 +78,7 @@ def _is_one_and_square(value: ir.Value | None, data: ir.Value) -> bool:
     total = made_by(value, "Add")
     if total is None or 1.0 not in map(constant, total.inputs):
         return False
-    square = next((made_by(one, "Mul") for one in total.inputs if one is not None and constant(one) is None), None)
+    square = next((made_by(one, "Mul") for one in inputs_of(total) if constant(one) is None), None)
     other = other_input(square, data) if square is not None and data in square.inputs else None
     return _multiple(other, CUBE) is data
 

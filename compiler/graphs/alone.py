@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 import onnxruntime as ort
 
-from splitc.compiler.graphs.reads import view_of
+from splitc.compiler.graphs.reads import inputs_of, view_of
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.nodes import known_tensor
 from splitc.runtime.arrays.array import Array
@@ -63,7 +63,7 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
     """The nodes that compute the `wanted` values from the `known` ones and from weights."""
 
     def above(node: ir.Node) -> list[ir.Value]:
-        return [value for value in node.inputs if value is not None and value not in known]
+        return [value for value in inputs_of(node) if value not in known]
 
     return ancestors(producers(value for value in wanted if value not in known), above)
 
@@ -77,7 +77,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
     if asked := [value for value in wanted if value not in known]:
         needed = nodes_between(known, asked)
         nodes = [node for node in graph if node in needed]
-        read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
+        read = dict.fromkeys(value for node in nodes for value in inputs_of(node))
         inputs = [value for value in read if value in known]
         if any(value.is_initializer() and known_tensor(value) is None for value in read if value not in known):
             raise ValueError("requests may override a value that is needed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -48,6 +49,11 @@ def only_user(value: ir.Value, operator: str) -> ir.Node | None:
     users = dict.fromkeys(node for node, _ in value.uses())
     node = next(iter(users), None)
     return node if len(users) == 1 and is_onnx(node, operator) and not value.is_graph_output() else None
+
+
+def input_orders(node: ir.Node) -> Sequence[Sequence[ir.Value | None]]:
+    """A node's inputs as they are, and reversed if their order does not matter."""
+    return (node.inputs, node.inputs[::-1]) if node.op_type in ("Add", "Mul", "Max", "Min") else (node.inputs,)
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:

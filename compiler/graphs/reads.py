@@ -48,6 +48,11 @@ def is_random(node: ir.Node) -> bool:
     return draws(node) or any(draws(inner) for graph in subgraphs(node) for inner in all_nodes(graph))
 
 
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """A node's inputs, without those that are left out."""
+    return [value for value in node.inputs if value is not None]
+
+
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     """The values of the main graph that one of its nodes reads, itself or in subgraphs: once each, in a fixed order.
 
@@ -55,7 +60,7 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     """
     graphs = list(subgraphs(node)) if node.attributes else []
     if not graphs:
-        return iter(dict.fromkeys(value for value in node.inputs if value is not None))
+        return iter(dict.fromkeys(inputs_of(node)))
     inner = (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph))
     named = (value for graph in graphs for value in graph.outputs)
     read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.graphs.matching import constant_numbers, made_by
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.folding import LONGEST
 from splitc.compiler.inference.iterations import GOES_ON, LEADING, goes_on
 from splitc.compiler.nodes import input_at
@@ -230,7 +231,7 @@ def _holds_sizes(value: ir.Value, deepest: int) -> bool:
     operator = operator_of(node)
     if operator.reads_shape:
         return True
-    reads = [one for one in node.inputs if one is not None]
+    reads = inputs_of(node)
     if node.op_type in GROWING:
         if any(one.const_value is not None and (one.const_value.numpy() < 0).any() for one in reads):
             return False

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import node_alone, run_alone
 from splitc.compiler.graphs.node_key import node_key, tensor_key
-from splitc.compiler.graphs.reads import read_sizes
+from splitc.compiler.graphs.reads import inputs_of, read_sizes
 from splitc.compiler.graphs.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.array import Array
@@ -88,7 +88,7 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
         if source is None or source.shape is None or not source.shape.is_static():
             return None
         return [read_sizes(node, source.shape.numpy())]
-    inputs = [value for value in node.inputs if value is not None]
+    inputs = inputs_of(node)
     tensors = [tensor for value in inputs if (tensor := value.const_value) is not None]
     arrays = [tensor.numpy() for tensor in tensors if tensor.size <= LONGEST and tensor.dtype != ir.DataType.STRING]
     if len(arrays) < len(inputs) or not _gives_short(node, arrays):

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import run_part
 from splitc.compiler.graphs.matching import source_through
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.inference.folding import LONGEST
 from splitc.compiler.nodes import known_tensor
@@ -113,7 +114,7 @@ def _deciding(body: ir.Graph) -> list[int]:
 
 
 def _reads(nodes: Collection[ir.Node]) -> list[ir.Value]:
-    return [value for node in nodes for value in node.inputs if value is not None]
+    return [value for node in nodes for value in inputs_of(node)]
 
 
 def _above(values: Sequence[ir.Value], given: Collection[ir.Value]) -> set[ir.Node]:

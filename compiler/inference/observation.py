@@ -17,6 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.graphs.alone import node_alone, open_alone
 from splitc.compiler.graphs.node_key import node_key, tensor_key
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
@@ -75,7 +76,7 @@ def observe(node: ir.Node) -> Observed | None:
     The node runs twice, with different primes for its symbols: an output's size that equals the same input's size in
     both runs comes from there. The result is reused for nodes that differ in these sizes alone.
     """
-    inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
+    inputs = [value for value in inputs_of(node) if not _is_kept(value)]
     if any(value.shape is None or value.dtype is None for value in inputs) or (key := signature(node)) is None:
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.session_weights import keep_outputs_exact, keep_weights_unfused
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
@@ -88,7 +89,7 @@ def _form(joint: ir.Node) -> tuple[str, str]:
 def _exchange(form: tuple[str, str], joints: Sequence[ir.Node], group: Sequence[int]) -> Iterator[Step]:
     kind, operation = form
     if kind == COLLECTIVE:
-        partial = [value.name or "" for node in joints for value in node.inputs if value is not None]
+        partial = [value.name or "" for node in joints for value in inputs_of(node)]
         yield Reduce(operation, partial, names(node.outputs[0] for node in joints), list(group))
         return
     for node in joints:

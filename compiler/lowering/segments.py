@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import is_random, node_reads, view_of
+from splitc.compiler.graphs.reads import inputs_of, is_random, node_reads, view_of
 from splitc.compiler.graphs.walks import ancestors, computed_from_weights, producers, reached
 from splitc.compiler.inference.folding import LONGEST
 from splitc.compiler.lowering.communication import SEND, communicates, kind_of, use_operators
@@ -64,7 +64,7 @@ def cut_segments(
     for level, nodes in enumerate(members):
         own = [node for node in nodes if node not in flow.joints]
         following = [node for node in nodes if node in flow.joints]
-        leaving = given.union(value for node in following for value in node.inputs if value is not None)
+        leaving = given.union(value for node in following for value in inputs_of(node))
         gives = [v for node in own for v in node.outputs if v in leaving or last.get(v, 0) > level]
         if nodes:
             segments.append(Segment(_extract(graph, own, gives, repeated, position), tuple(following)))

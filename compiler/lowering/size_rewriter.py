@@ -16,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.graphs.editor import WHERE
 from splitc.compiler.graphs.matching import constant_numbers
 from splitc.compiler.graphs.origins import hand_over
-from splitc.compiler.graphs.reads import given_sizes
+from splitc.compiler.graphs.reads import given_sizes, inputs_of
 from splitc.compiler.lowering.rank_forms import RankEditor
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
@@ -90,7 +90,7 @@ class SizeRewriter:
         if self.read.keys().isdisjoint(node.inputs):
             return None
         if node.op_type == "Concat":
-            return [entry for value in node.inputs if value is not None for entry in self._entries(value)]
+            return [entry for value in inputs_of(node) for entry in self._entries(value)]
         data = node.inputs[0]
         if data is None or data not in self.read:
             return None

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.graphs.reads import is_random
+from splitc.compiler.graphs.reads import inputs_of, is_random
 from splitc.compiler.inference.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.normal_form.graph import Graph
@@ -188,7 +188,7 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict
     for node, operation in axis_map.operations.items():
         if not all(map(grows, node.outputs, operation.outputs)):
             return {node: "the size of its output is not proportional to their number"}
-        if any(_follows(value, few, many) for value in node.inputs if value is not None):
+        if any(_follows(value, few, many) for value in inputs_of(node)):
             return {node: "it computes with their number"}
     return {}
 

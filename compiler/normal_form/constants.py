@@ -14,7 +14,7 @@ from splitc.compiler.graphs.editor import Editor, add_initializer
 from splitc.compiler.graphs.matching import constant_numbers, is_onnx, list_of
 from splitc.compiler.graphs.node_key import node_key
 from splitc.compiler.graphs.optional import defaults_hidden
-from splitc.compiler.graphs.reads import all_nodes
+from splitc.compiler.graphs.reads import all_nodes, inputs_of
 from splitc.compiler.inference.folding import LONGEST, fold, known_array
 from splitc.compiler.nodes import input_at, known_tensor
 from splitc.compiler.operators.registry import operator_of
@@ -35,7 +35,7 @@ def fold_constants(graph: ir.Graph) -> bool:
     known = {value for value in graph.initializers.values() if _is_number(value)}
     with defaults_hidden(graph):
         for node in graph:
-            reads = [value for value in node.inputs if value is not None]
+            reads = inputs_of(node)
             of_weight = operator_of(node).reads_shape and all(value.is_initializer() for value in reads)
             if not _selects_fixed(node):
                 _forget(node)  # inference rounds quotients otherwise than ONNX does

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.graphs.alone import run_alone, with_own_tensors
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.graphs.reads import view_of
+from splitc.compiler.graphs.reads import inputs_of, view_of
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.inference.symbolic import shapes_by_onnx
 from splitc.compiler.nodes import known_weight
@@ -37,10 +37,10 @@ def join_directions(graph: ir.Graph) -> None:
 def _join(value: ir.Value, reader: ir.Node, editor: Editor) -> None:
     """Let a node read a lazy weight in place of a value that moves elements of weights which nothing else reads."""
     graph = editor.graph
-    needed = ancestors(producers([value]), lambda node: [one for one in node.inputs if one is not None])
+    needed = ancestors(producers([value]), inputs_of)
     nodes = [node for node in graph if node in needed]
     made = {output for node in nodes for output in node.outputs}
-    weights = {one: known_weight(one) for node in nodes for one in node.inputs if one is not None and one not in made}
+    weights = {one: known_weight(one) for node in nodes for one in inputs_of(node) if one not in made}
     moved = {one: tensor.dtype for one, tensor in weights.items() if tensor is not None and tensor.dtype in FLOATS}
     if None in weights.values() or not moved or not all(is_onnx(node, *MOVING) for node in nodes):
         return

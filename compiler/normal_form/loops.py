@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx, source_through
-from splitc.compiler.graphs.reads import is_random, node_reads, subgraphs
+from splitc.compiler.graphs.reads import inputs_of, is_random, node_reads, subgraphs
 from splitc.compiler.graphs.unused import disconnect_subgraphs
 from splitc.compiler.inference.iterations import LEADING, iterations, numbers_given
 
@@ -142,7 +142,7 @@ def unroll_loops(model: ir.Model) -> None:
 
 def _repeated(node: ir.Node, editor: Editor) -> Repeated | None:
     """The loop of a node; None if it is not known how often it runs, or if it runs too often."""
-    inputs = [value for value in node.inputs if value is not None]
+    inputs = inputs_of(node)
     if node.op_type == "Loop":
         carried, parted = [value for value in node.inputs[LEADING:] if value is not None], list[ir.Value]()
         count = iterations(node, ITERATIONS)

@@ -17,6 +17,7 @@ from splitc.compiler.graphs.matching import (
     VIEWS,
     constant,
     constant_numbers,
+    input_orders,
     made_by,
     only_user,
     readers_of,
@@ -92,8 +93,8 @@ def _restore(node: ir.Node, editor: Editor) -> bool:
 
 def _skip_neutral(node: ir.Node, editor: Editor) -> bool:
     """Bypass a product with 1, and a sum with 0: Paddle's scaling writes both, whether or not it scales."""
-    neutral, commutes = node.op_type in ("Mul", "Div"), node.op_type in ("Add", "Mul")
-    for value, number in (node.inputs, node.inputs[::-1]) if commutes else (node.inputs,):
+    neutral = node.op_type in ("Mul", "Div")
+    for value, number in input_orders(node):
         tensor = known_tensor(number)
         if value is None or tensor is None or constant(number) != neutral:
             continue
@@ -144,7 +145,7 @@ def _choose_by_mask(node: ir.Node, editor: Editor) -> bool:
     """Replace mask * a + (not mask) * b by a Where."""
     if editor.graph.opset_imports.get("", 17) < WHERE:
         return False
-    for kept, other in (node.inputs, node.inputs[::-1]):
+    for kept, other in input_orders(node):
         for negated, instead in _masked(other):
             negation = made_by(negated, "Not")
             for mask, data in _masked(kept):

@@ -7,6 +7,7 @@ as a pool. Flax takes mean(x^2) - mean(x)^2 for the mean of squares. Where a mea
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable
 
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import (
     constant,
+    input_orders,
     list_of,
     made_by,
     only_user,
@@ -82,7 +84,7 @@ def _reduced_axes(reduction: ir.Node) -> set[int] | None:
 
 def average(node: ir.Node, editor: Editor) -> bool:
     """Replace a sum over axes that is divided by their size, or multiplied by one over it, by a mean."""
-    for total, other in (node.inputs, node.inputs[::-1]) if node.op_type == "Mul" else (node.inputs,):
+    for total, other in input_orders(node):
         reduction, number = made_by(total, "ReduceSum", "ReduceSumSquare"), known_tensor(other)
         if reduction is None or total is None or number is None or number.size != 1 or total.shape is None:
             continue
@@ -169,7 +171,7 @@ def mean_key(node: ir.Node) -> Hashable:
 
 def skip_bound(node: ir.Node, editor: Editor) -> bool:
     """Skip the lower bound 0 of a mean of squares, by a Max, a Clip or a Relu."""
-    for mean, *bounds in (node.inputs, node.inputs[::-1]) if node.op_type == "Max" else (node.inputs,):
+    for mean, *bounds in input_orders(node):
         of_squares = made_by(mean, "ReduceMean")
         is_lower = node.op_type == "Relu" or (len(bounds) == 1 and constant(bounds[0]) == 0)
         if mean is not None and of_squares is not None and root_of_square(of_squares.inputs[0]) and is_lower:
@@ -179,20 +181,16 @@ def skip_bound(node: ir.Node, editor: Editor) -> bool:
 
 def center_first(node: ir.Node, editor: Editor) -> bool:
     """Replace x * m + (b - mean(x) * m) by (x - mean(x)) * m + b; b may be missing."""
-    for product, rest in (node.inputs, node.inputs[::-1]):
-        subtracted = _subtracted(rest)
-        for data, factor in factors(product):
-            for other, same, bias in subtracted:
-                mean = made_by(other, "ReduceMean")
-                if same is not factor or mean is None or mean.inputs[0] is not data or not _keeps_axes(mean):
-                    continue
+    for product, rest in input_orders(node):
+        for (data, factor), (other, same, bias) in itertools.product(factors(product), _subtracted(rest)):
+            mean = made_by(other, "ReduceMean")
+            if same is factor and mean is not None and mean.inputs[0] is data and _keeps_axes(mean):
                 centered = _centered(data, mean)
                 last = _weights_last(centered, factor, node, editor) or (centered, factor)
-                if bias is None:
-                    editor.replace(node, ir.node("Mul", last))
-                else:
-                    scaled = editor.before(node, "Mul", *last, dtype=data.dtype)
-                    editor.replace(node, ir.node("Add", [scaled, bias]))
+                scaled = ir.node("Mul", last)
+                if bias is not None:
+                    scaled = ir.node("Add", [editor.before(node, "Mul", *last, dtype=data.dtype), bias])
+                editor.replace(node, scaled)
                 return True
     return False
 

@@ -18,6 +18,7 @@ from splitc.compiler.graphs.matching import (
     source_through,
     value_before,
 )
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
 
 # What gives equal numbers if all that it reads are equal numbers.
@@ -100,7 +101,7 @@ def _element(value: ir.Value, at: ir.Node, shapes: Shapes, editor: Editor) -> ir
         return value
     if maker.op_type == "ConstantOfShape":
         return editor.constant(filled_with(maker))
-    read = [_element(one, at, shapes, editor) for one in maker.inputs if one is not None]
+    read = [_element(one, at, shapes, editor) for one in inputs_of(maker)]
     made = ir.node(maker.op_type, read, attributes=maker.attributes)
     at.prepend(made)
     return made.outputs[0]

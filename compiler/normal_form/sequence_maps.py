@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.unused import disconnect_subgraphs
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
 from splitc.compiler.normal_form.loops import NODES, Repeated
@@ -34,7 +35,7 @@ def _given(node: ir.Node, editor: Editor, shapes: Shapes) -> list[list[ir.Value]
 
     Beside its first input, others may be sequences of as many parts, or one value for all copies.
     """
-    read = [value for value in node.inputs if value is not None]
+    read = inputs_of(node)
     parts = [parts_of(value, editor, shapes) for value in read]
     count = len(parts[0])
     for number, value in enumerate(read):

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import constant_numbers, is_onnx, made_by
-from splitc.compiler.graphs.reads import all_nodes
+from splitc.compiler.graphs.reads import all_nodes, inputs_of
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
 
 # The first opset whose Split takes its sizes as an input, as SplitToSequence does.
@@ -84,7 +84,7 @@ def _listed(sequence: ir.Value | None) -> list[ir.Value] | None:
     made = made_by(sequence, "SequenceConstruct", "SequenceEmpty", "SequenceInsert")
     if made is None:
         return None
-    values = [value for value in made.inputs if value is not None]
+    values = inputs_of(made)
     if made.op_type != "SequenceInsert":
         return values
     listed, places = _listed(values[0]), constant_numbers(values[2]) if len(values) > 2 else [END]

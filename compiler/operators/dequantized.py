@@ -6,6 +6,7 @@ from collections import Counter
 
 import onnx_ir as ir
 
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.remembered import remembered
 
 # Operators that a QuantizeLinear behind them may make redundant.
@@ -35,7 +36,7 @@ def _only_reader(value: ir.Value) -> ir.Node | None:
 
 def _meets_dequantized(product: ir.Node, matrix: ir.Value) -> bool:
     """Whether a product's other input is dequantized too."""
-    makers = (other.producer() for other in product.inputs if other is not None and other is not matrix)
+    makers = (other.producer() for other in inputs_of(product) if other is not matrix)
     return any(maker is not None and maker.op_type == "DequantizeLinear" for maker in makers)
 
 

@@ -24,7 +24,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.gpu_functions import OPSET, written_functions
 from splitc.compiler.errors import ModelError
 from splitc.compiler.graphs.lazy_tensors import take
-from splitc.compiler.graphs.reads import is_random
+from splitc.compiler.graphs.reads import inputs_of, is_random
 from splitc.compiler.graphs.walks import ancestors
 from splitc.compiler.inference.shapes import BoundShapes, shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -99,7 +99,7 @@ def _distinct(plan: Plan) -> Iterator[tuple[Hashable, Block]]:
 
 
 def _describe(node: ir.Node) -> Hashable:
-    weights = (v for v in node.inputs if v is not None and v.is_initializer())
+    weights = (v for v in inputs_of(node) if v.is_initializer())
     return operator_name(node), tuple((shape_of(value), value.dtype) for value in weights)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import run_part
-from splitc.compiler.graphs.reads import holds_graphs, read_sizes
+from splitc.compiler.graphs.reads import holds_graphs, inputs_of, read_sizes
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.inference.observation import FAILURES
 from splitc.compiler.nodes import known_tensor
@@ -84,7 +84,7 @@ class Tables:
         made = list(islice(above, MOST_NODES + 1))
         sizes = {node.outputs[0]: array for node in made if (array := self._sizes_of(node)) is not None}
         nodes = [node for node in made if node.outputs[0] not in sizes]
-        read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
+        read = dict.fromkeys(value for node in nodes for value in inputs_of(node))
         weights = [value.const_value for value in read if value.const_value is not None]
         inputs = [value for value in self._graph.graph.inputs if value in read or value is table]
         elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))

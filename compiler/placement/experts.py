@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producers, reached
 from splitc.compiler.inference.shapes import shape_of
 from splitc.compiler.normal_form.graph import Graph
@@ -64,7 +65,7 @@ def _of_operator(node: ir.Node, weights: Sequence[ir.Value], uses: Mapping[ir.Va
         return []
     own = {value for number, value in enumerate(node.inputs) if number in numbers and value is not None}
     above = ancestors(producers(own), lambda maker: maker.inputs)  # type: ignore[arg-type, return-value]
-    own |= {value for maker in above for value in maker.inputs if value is not None}
+    own |= {value for maker in above for value in inputs_of(maker)}
     return [weight for weight in weights if weight in own]
 
 
@@ -163,7 +164,7 @@ def _meeting(graph: Graph, starts: Sequence[ir.Node], readers: Mapping[ir.Node, 
 
 def _source(graph: Graph, router: ir.Node) -> ir.Value | None:
     """The computed value that a router reads, before casts and reshapes."""
-    value = next((value for value in router.inputs if value is not None and not graph.is_constant(value)), None)
+    value = next((value for value in inputs_of(router) if not graph.is_constant(value)), None)
     while value is not None and (maker := value.producer()) is not None:
         if not operator_of(maker).is_view and maker.op_type != "Cast":
             break

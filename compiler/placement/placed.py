@@ -19,6 +19,7 @@ from splitc.compiler.analysis.blocks import PLACED, Block, Partition, Placed
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.rematerialization import find_upstream
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
@@ -206,6 +207,6 @@ def _sizes(costs: Costs, values: Mapping[ir.Value, tuple[ir.Node, Sequence[ir.No
     for value, (maker, _) in values.items():
         sizes[value] = costs.value_bytes(value)
         if value.name in costs.bound.uncertain:
-            computed = (read for read in maker.inputs if read is not None and not read.is_initializer())
+            computed = (read for read in inputs_of(maker) if not read.is_initializer())
             sizes[value] = max(sizes[value], *(sizes.get(read, 0) or costs.value_bytes(read) for read in computed), 0)
     return sizes

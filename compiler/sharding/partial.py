@@ -10,6 +10,7 @@ from itertools import pairwise
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producer_of, producers, reached
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
@@ -212,7 +213,7 @@ class _Flow:
         if len(uses) != 1 or value.is_graph_output():
             return False
         reader, number = next(iter(uses)).node, next(iter(uses)).idx
-        others = [other for other in reader.inputs if other is not None and other is not value]
+        others = [other for other in inputs_of(reader) if other is not value]
         if operator_of(reader).is_addition:
             return any(other in self.partial for other in others)
         scales = _is_linear(self.operations[reader], {number}) and all(o.is_initializer() for o in others)

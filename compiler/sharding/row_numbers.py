@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import nodes_between, run_part
 from splitc.compiler.graphs.matching import is_onnx, made_by, source_through
-from splitc.compiler.graphs.reads import holds_graphs, is_random, read_sizes
+from splitc.compiler.graphs.reads import holds_graphs, inputs_of, is_random, read_sizes
 from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.nodes import input_at, known_weight
 from splitc.compiler.normal_form.graph import Graph
@@ -164,7 +164,7 @@ def _parts(reader: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
     if node.op_type != "Concat" or index.shape is None:
         return (index,)
     last = node.attributes.get_int("axis", 0) in (-1, len(index.shape) - 1)
-    parts = [value for value in node.inputs if value is not None]
+    parts = inputs_of(node)
     single = all(value.shape is not None and value.shape[-1] == 1 for value in parts)
     return parts if last and single else (index,)
 

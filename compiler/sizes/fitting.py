@@ -16,7 +16,7 @@ from itertools import chain, count, islice
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import node_reads
+from splitc.compiler.graphs.reads import inputs_of, node_reads
 from splitc.compiler.graphs.walks import ancestors
 from splitc.compiler.inference.shapes import BoundShapes, bind_shapes, bound_model, shape_of
 from splitc.compiler.nodes import describe_node
@@ -313,7 +313,7 @@ def _grown(size: int) -> Iterator[int]:
 
 def _numbers(node: ir.Node, shapes: Mapping[str, Shape]) -> list[int]:
     """Numbers that occur in a node: sizes of its inputs, lists of sizes, attributes, and their divisors."""
-    values = [value for value in node.inputs if value is not None]
+    values = inputs_of(node)
     weights = [value for value in values if value.const_value is not None]
     sizes = [size for value in (*weights, *values) for size in shape_of(value, shapes)]
     for value in weights:

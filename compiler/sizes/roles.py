@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.nodes import input_at
 from splitc.compiler.normal_form.graph import Graph
@@ -200,12 +201,12 @@ def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
         node = value.producer()
         if node is None or not _may_precede_softmax(node):
             return []
-        return [read for read in node.inputs if read is not None and _comes_from_product(read)]
+        return [read for read in inputs_of(node) if _comes_from_product(read)]
 
     above = reached([value], scores)
     for node in producers(above):
         if node.op_type in ("Add", "Sub", "Where") and (products := scores(node.outputs[0])):
-            yield from (read for read in node.inputs if read is not None and read not in products)
+            yield from (read for read in inputs_of(node) if read not in products)
 
 
 def _comes_from_product(value: ir.Value) -> bool:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.graphs.reads import holds_graphs
+from splitc.compiler.graphs.reads import holds_graphs, inputs_of
 from splitc.compiler.inference.observation import refusal, signature
 from splitc.compiler.inference.shapes import BoundShapes, shape_of
 from splitc.compiler.normal_form.graph import Graph
@@ -129,7 +129,7 @@ def first_refused(
     for node in model.graph:
         if names is not None and names.isdisjoint(value.name for value in node.outputs):
             continue
-        inputs = [value for value in node.inputs if value is not None]
+        inputs = inputs_of(node)
         if not _can_be_tried(node, inputs, bound):
             continue
         shapes = [shape_of(value, bound.shapes) for value in inputs]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
@@ -59,5 +60,5 @@ def _readers(graph: Graph, values: Iterable[ir.Value]) -> Iterator[ir.Node]:
 def _passes(graph: Graph, node: ir.Node, value: ir.Value) -> bool:
     if node.op_type in MIXES:
         return False
-    weighted = node.op_type == "Mul" and any(graph.is_constant(read) for read in node.inputs if read is not None)
+    weighted = node.op_type == "Mul" and any(graph.is_constant(read) for read in inputs_of(node))
     return weighted or (operator_of(node).rearranges and node.inputs[0] is value)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.missing_kernels import NARROW, WIDE
 from splitc.compiler.graphs.origins import mark_origins
+from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
 from splitc.compiler.normal_form.graph import Graph
@@ -131,7 +132,7 @@ def _graph(nodes: Sequence[ir.Node], makers: Sequence[_Maker], versions: Mapping
         inputs, outputs, nodes=nodes, initializers=initializers, opset_imports=dict(versions), name="forms"
     )
     mark_origins(graph)
-    reads = {node: tuple(value for value in node.inputs if value is not None) for node in nodes}
+    reads = {node: tuple(inputs_of(node)) for node in nodes}
     return Graph(Path(), ir.Model(graph, ir_version=10), reads, {}, ())
 
 
