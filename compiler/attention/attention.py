@@ -107,11 +107,11 @@ class _Weighing:
 def find_attentions(softmax: Softmax, rank_of: RankOf) -> list[Attention]:
     """The attentions around a Softmax: one for each product of its output with values.
 
-    None if there is no such product, as in a router or a classifier. Several if different values get the same weights,
+    There is none in a router or a classifier. There are several if different values get the same weights,
     as in differential attention. Raises NotFusedError for attention of an unknown form.
     """
     try:
-        found = _find_weighings(softmax.output, rank_of)
+        weighings = _find_weighings(softmax.output, rank_of)
         if not softmax.is_last:
             raise NotFusedError("its Softmax may not be along the last axis")
         above = find_scores(softmax.scores, DEEPEST, rank_of)
@@ -119,7 +119,7 @@ def find_attentions(softmax: Softmax, rank_of: RankOf) -> list[Attention]:
         if not weighs(softmax.output) or not comes_from_product(softmax.scores):
             return []
         raise
-    return [_joined(softmax, above, below) for below in found]
+    return [_joined(softmax, above, below) for below in weighings]
 
 
 def _joined(softmax: Softmax, above: Scores, below: _Weighing) -> Attention:
@@ -191,6 +191,9 @@ def _find_weighings(value: ir.Value, rank_of: RankOf) -> list[_Weighing]:
                 replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
                 for below in found
             ]
+            weighings = [_read_weighing(user, value, transposed, rank_of) for user in users]
+            own = {"weights": straight, "guarded": guarded, "passed": tuple(passed), "cut": cut, "zeroed": zeroed_by}
+            return [replace(below, **own) for below in weighings]
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
         elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:

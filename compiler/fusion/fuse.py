@@ -360,7 +360,7 @@ def _looks_inside(context: Context) -> Iterator[Outcome]:
     graph = context.graph.graph
     if context.gains.attention and has_subgraphs(graph):
         inside = (node for node in all_nodes(graph) if node.graph is not graph)
-        for name, _ in (found for node in inside for found in _decomposed_attentions(node, context)):
+        for name, _ in (one for node in inside for one in _decomposed_attentions(node, context)):
             yield Outcome(name, None, "it is inside an If or a Loop")
 
 
