@@ -1,17 +1,22 @@
-"""Checks whether other input sizes fit a model: all shapes can still be inferred, and agree as operators require."""
+"""Checks whether other input sizes fit a model: shapes can still be inferred, agree as operators require, are not 1."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.inference.shapes import BoundShapes
+from splitc.compiler.inference.observation import primes_of
+from splitc.compiler.inference.shapes import BoundShapes, evaluate_size, shape_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
+
+# The smallest primes, in this order, for symbols with which computed axes have less than two elements. Models reduce
+# the sides of images to a 32nd, and the length of sounds to about a 300th.
+LARGER = (67, 1031)
 
 
 def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
@@ -28,7 +33,7 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     Factors of a product agree along the summed axis, inputs of a Concat along all axes but its own. A Reshape keeps the
     number of elements. Attention has as many keys as values.
     """
-    read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
+    read = [None if value is None else shape_of(value, shapes) or shapes.get(value.name or "") for value in node.inputs]
     if operator_of(node).is_attention:
         lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values are optional
         return len(lengths) <= 1
@@ -68,3 +73,23 @@ def count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
         sizes = zip(own, one, other, strict=False)
         count += sum(a == b and not str(size).isdigit() for size, a, b in sizes)
     return count
+
+
+def enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
+    """These sizes, and before them larger ones for symbols with which computed axes have less than two elements.
+
+    Axes of one element relate to nothing, and operators that downsample images refuse empty ones.
+    """
+    sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
+    derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
+    larger = numbers
+    for smallest in LARGER:
+        small = {
+            str(symbol)
+            for size in derived
+            if (count := evaluate_size(size, larger)) is not None and count < 2
+            for symbol in size.free_symbols()
+        }
+        unused = primes_of(graph.graph, smallest)
+        larger = {name: next(unused) if name in small else size for name, size in larger.items()}
+    yield from (larger, numbers) if larger != numbers else (numbers,)

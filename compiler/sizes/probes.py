@@ -17,7 +17,7 @@ from splitc.compiler.inference.shapes import BoundShapes, bind_shapes, evaluate_
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
-from splitc.compiler.sizes.agreement import count_alike, fits, unnamed_ones
+from splitc.compiler.sizes.agreement import LARGER, count_alike, enlarged, fits, unnamed_ones
 
 # Multiples of the given sizes to try: sizes of an image may have to be multiples of these, or of a divisor.
 FACTORS = (3, 5, 7, 2)
@@ -27,9 +27,6 @@ POWERS = (1, 2, 4, 8, 16, 32, 64)
 MOST_SYMBOLS = 6
 # The most pairs of symbols to try for one that is a sum. A choice: a batch and a token have the same size.
 MOST_PAIRS = 4
-# The smallest primes, in this order, for symbols with which computed axes have less than two elements. Models reduce
-# the sides of images to a 32nd, and the length of sounds to about a 300th.
-LARGER = (67, 1031)
 # The most elements of all inputs with larger sizes, with which a package is compared. A choice.
 MOST_ELEMENTS = 1 << 16
 
@@ -238,7 +235,7 @@ class Probes:
         None if more are unknown with all of them.
         """
         first = None
-        for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(self.graph, self._numbers(one))):
+        for way, sizes in ((one, sizes) for one in ways for sizes in enlarged(self.graph, self._numbers(one))):
             probed = self._bind(sizes)
             if self._fits(probed):
                 return self._fixed(self._lengthened(way, sizes, probed))
@@ -282,8 +279,23 @@ class Probes:
         for same, skipped, least, pair in itertools.product(kinds, (0, 1, 2), (1, 0), self._pairs):
             if (made := self._bind_different(Way(same=same, least=least, pair=pair, skipped=skipped))) is not None:
                 return self._fixed(made)
-        varied = self._one_by_one()
-        return self.bound if varied is None or not self._differs(varied) else self._fixed(varied)
+        made = next((one for one in self._scaled() if self._fits(one) and self._differs(one)), None)
+        return self.bound if made is None else self._fixed(made)
+
+    def _scaled(self) -> Iterator[BoundShapes]:
+        """Other sizes one by one, then all multiplied, if they are distinct: numbers of patches, windows, and borders.
+
+        Borders are one more than what lies between them, of which there are values.
+        """
+        if (varied := self._one_by_one()) is not None:
+            yield varied
+        apart = [size for name, size in self._symbols.items() if name not in self._same]
+        if len(set(apart)) < len(apart):
+            return
+        sizes = {str(size) for node in self.graph.nodes for value in node.outputs for size in value.shape or ()}
+        more = {name: int(f"{name} - 1" in sizes) for name in self._symbols}
+        for factor in FACTORS:
+            yield self._bind({name: factor * (size - more[name]) + more[name] for name, size in self._symbols.items()})
 
     def _bind_different(self, way: Way) -> BoundShapes | None:
         """Shapes with sizes of this way; None if they do not fit, or are not all different."""
@@ -374,23 +386,3 @@ class Probes:
                 sizes.append(old if new is None else new)
             shapes[value.name or ""] = tuple(sizes)
         return shapes
-
-
-def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
-    """These sizes, and before them larger ones for symbols with which computed axes have less than two elements.
-
-    Axes of one element relate to nothing, and operators that downsample images refuse empty ones.
-    """
-    sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
-    derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
-    larger = numbers
-    for smallest in LARGER:
-        small = {
-            str(symbol)
-            for size in derived
-            if (count := evaluate_size(size, larger)) is not None and count < 2
-            for symbol in size.free_symbols()
-        }
-        unused = primes_of(graph.graph, smallest)
-        larger = {name: next(unused) if name in small else size for name, size in larger.items()}
-    yield from (larger, numbers) if larger != numbers else (numbers,)

@@ -92,6 +92,23 @@ def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
     assert height % 2 == width % 2 == 0 and height not in (4, width) and width != 6
 
 
+def test_patches_in_windows_between_borders(tmp_path: Path) -> None:
+    """As in Qwen2.5-VL: four patches for each number of the order, and one border more than windows."""
+    b = Block()
+    patches, order = b.data("x", (24, 8), ["n", 8]), b.indices("order", np.arange(6), ["m"])
+    groups = b.op("Reshape", patches, b.op("Concat", b.shape(order, 0), b.ints(4, -1), axis=0))
+    rows = b.op("Gather", b.op("MatMul", groups, b.w("A", 8, 8)), order)
+    windows = b.op("Sub", b.shape(b.indices("borders", (0, 8, 16, 24), ["k"]), 0), b.ints(1))
+    apart = b.op("Concat", windows, b.ints(-1, 8), axis=0)
+    b.give(b.op("Reshape", b.op("Reshape", rows, apart), b.ints(-1, 8)), "y", ["n", 8])
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).different().shapes
+    assert [shapes[name] for name in ("x", "order", "borders", "y")] == [(72, 8), (18,), (10,), (72, 8)]
+
+
 def test_length_that_the_model_has_as_a_number_is_kept(tmp_path: Path) -> None:
     """As in the keys of PyTorch's attention in TorchScript's export."""
     b = Block()
