@@ -15,8 +15,8 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
 # The smallest primes, in this order, for symbols with which computed axes have less than two elements. Models reduce
-# the sides of images to a 32nd, and the length of sounds to about a 300th.
-LARGER = (67, 1031)
+# the sides of images to a 32nd, and the length of sounds to a 300th or a 384th, less what the first windows take.
+LARGER = (67, 1031, 4099)
 
 
 def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:

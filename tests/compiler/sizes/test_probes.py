@@ -37,6 +37,21 @@ def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
     assert min(batch, count) > 1 < left
 
 
+def test_sound_that_becomes_few_tokens_has_more_than_one(tmp_path: Path) -> None:
+    """As in Moonshine: with one token, which is that of position 0, a table of angles would prove nothing."""
+    b = Block()
+    made = b.data("sound", (2, 1, 4800), ["batch", 1, "samples"])
+    for name, shape, stride in (("A", (4, 1, 127), 64), ("B", (4, 4, 7), 3), ("C", (4, 4, 3), 2)):
+        made = b.op("Conv", made, b.w(name, *shape), strides=[stride])
+    b.give(made)
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).distinct().shapes
+    assert shapes["y"][2] > 1
+
+
 def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
     """As for tokens of a short sound, if inference loses the sizes that depend on its samples."""
     b = Block()
