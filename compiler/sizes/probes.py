@@ -70,9 +70,9 @@ class Probes:
         If still more are unknown, symbols of the same axis of several inputs with equal given sizes get the same prime,
         since some exporters name each axis anew.
 
-        The given shapes are returned if more are unknown in any case (an image whose sides must be multiples of the
-        patch size). If shapes disagree for all of these sizes, since the model has one as a number, that symbol keeps
-        its given size.
+        If more are unknown in any case, or shapes disagree, sizes are multiples of the given ones where primes do not
+        fit (an image whose sides must be multiples of the patch size), or the given ones, where the model has them as
+        numbers. The given shapes are returned if none of these are as well known.
         """
         if not self._symbols:
             return self.bound
@@ -81,9 +81,7 @@ class Probes:
             ways += [replace(way, same=self._same) for way in ways]
         probed = self._first_probed(ways)
         if probed is None or not self._fits(probed):
-            made = self._multiplied()
-            if made is not None and self._symbols.items() & sizes_of_symbols(self.graph.graph, made.shapes).items():
-                return made
+            probed = self._multiplied() or probed
         return probed or self.bound
 
     def with_same_axes(self) -> Iterator[BoundShapes]:

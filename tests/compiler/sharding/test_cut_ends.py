@@ -83,3 +83,17 @@ def test_what_is_split_behind_sections_of_any_size(tmp_path: Path) -> None:
         for size in (4, 1, 9):
             feeds = {"x": np.linspace(-1, 1, size, dtype=np.float32)[:, None]}
             assert_close(session.run(feeds), run_whole(plan.analysis.graph.path, feeds))
+
+
+def test_heads_of_tokens_in_windows(tmp_path: Path) -> None:
+    """As in Qwen3-VL: only numbers of tokens that the windows divide fit, which no prime is."""
+    b = Block()
+    x = b.data("x", (12, 16), ["n", 16])
+    count = b.op("Sub", b.shape(b.indices("borders", (0, 4, 8, 12), ["k"]), 0), b.ints(1))
+    by_head = b.op("Reshape", b.op("MatMul", softmax(b, x), b.w("A", 16, 64)), b.ints(-1, 4, 16))
+    shape = b.op("Concat", count, b.op("Div", b.shape(x, 0), count), b.ints(4, 16), axis=0)
+    tokens = b.op("Transpose", b.op("Reshape", by_head, shape), perm=[0, 2, 1, 3])
+    weights = softmax(b, b.op("MatMul", tokens, b.op("Transpose", tokens, perm=[0, 1, 3, 2])))
+    rows = b.op("Reshape", b.op("Transpose", b.op("MatMul", weights, tokens), perm=[0, 2, 1, 3]), b.ints(-1, 64))
+    b.give(b.op("MatMul", rows, b.w("B", 64, 16)), shape=["n", 16])
+    check_split(b, tmp_path, ["A", "B"], shares=((1, 1), (1, 30, 1)))

@@ -70,11 +70,13 @@ def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
 
 
 def test_shapes_are_inferred_once_for_the_same_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some ways lead to the same sizes. If none fit, as where a length has to be a multiple of 4, all are tried."""
+    """Some ways lead to the same sizes. If few fit, as 8 and more above a multiple of 12, all are tried."""
     b = Block()
     x = b.data("x", (2, 8, 3), ["batch", "length", 3])
     windows = b.op("Concat", b.shape(x, 0), b.op("Div", b.shape(x, 1), b.ints(4)), b.ints(12), axis=0)
     b.give(b.op("Reshape", x, windows))
+    left = b.op("Concat", b.op("Mod", b.shape(x, 1), b.ints(3)), b.ints(6), axis=0)
+    b.give(b.op("Reshape", b.w("A", 12), left), "z")
     save(b.model(), tmp_path / "model.onnx")
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
