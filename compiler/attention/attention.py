@@ -194,6 +194,11 @@ def _find_weighings(value: ir.Value, rank_of: RankOf) -> list[_Weighing]:
             weighings = [_read_weighing(user, value, transposed, rank_of) for user in users]
             own = {"weights": straight, "guarded": guarded, "passed": tuple(passed), "cut": cut, "zeroed": zeroed_by}
             return [replace(below, **own) for below in weighings]
+            passes = tuple(passed)
+            return [
+                replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
+                for below in (_read_weighing(user, value, transposed, rank_of) for user in users)
+            ]
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
         elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:
