@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.reading.external_data import check_external_data
-from splitc.compiler.reading.protos import Contents, contents_of, inner_graphs
+from splitc.compiler.reading.protos import Contents, contents_of, inner_graphs, make_dense
 from splitc.runtime.engines.onnx_session import too_large
 
 # Names outside a subgraph, each with its weight; with an empty tensor for other values.
@@ -29,11 +29,14 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     With `trusts_data`, these may lie outside the model's folder.
 
     Raises ModelError if the file is missing or no ONNX model; for unknown operators; for two values of one name; for
-    maps; for sparse weights; for external data that are missing, too short or outside the model's folder.
+    maps; for external data that are missing, too short or outside the model's folder.
     """
     proto = read_proto(path)
     contents = contents_of(proto)
     _check_texts(contents, path)
+    files = check_external_data(contents, path, trusts_data)
+    with invalid_model_explained(path):
+        make_dense(contents)
     _check_declared(proto.graph, path)
     _list_once(proto.graph)
     _declare_alike(proto.graph)
@@ -41,7 +44,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     for graph, outside in _graphs(proto.graph, {}):
         _check_names(graph, path, outside)
     _check_operators(proto, contents)
-    return proto, check_external_data(contents, path, trusts_data)
+    return proto, files
 
 
 @contextmanager
@@ -140,9 +143,6 @@ def _check_names(graph: onnx.GraphProto, path: Path, outside: _Names) -> None:
     takes the first if they are large, and the last if they are small. Equal ones may have one name: onnxslim copies
     weights into subgraphs.
     """
-    if graph.sparse_initializer:
-        name = graph.sparse_initializer[0].values.name
-        raise ModelError(f"{path}: the weight '{name}' is a sparse tensor, which splitc does not read: make it dense")
     weights = Counter(tensor.name for tensor in graph.initializer)
     made = Counter(name for node in graph.node for name in node.output if name)
     given = weights.keys() | {value.name for value in graph.input}

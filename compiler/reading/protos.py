@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import onnx
 
 
@@ -68,3 +70,30 @@ def lift_constants(graph: onnx.GraphProto) -> None:
     if len(kept.node) < len(graph.node):
         del graph.node[:]
         graph.node.extend(kept.node)
+
+
+def make_dense(contents: Contents) -> None:
+    """Turn sparse weights and constants into plain ones, in place: ONNX Runtime does so when it loads a model.
+
+    Raises ValueError for elements outside of the tensor, and for tensors that are too large for ONNX's files.
+    """
+    for graph in (*contents.graphs, *contents.in_functions):
+        graph.initializer.extend(map(_dense, graph.sparse_initializer))
+        del graph.sparse_initializer[:]
+    for attribute in chain.from_iterable(node.attribute for node in contents.nodes if node.op_type == "Constant"):
+        if attribute.name == "sparse_value":
+            made = onnx.helper.make_attribute("value", _dense(attribute.sparse_tensor))
+            attribute.CopyFrom(made)
+
+
+def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    """The tensor with all elements. The places of those that are not 0 are indices of each axis, or of all in a row."""
+    elements, places = map(onnx.numpy_helper.to_array, (sparse.values, sparse.indices))
+    if math.prod(sparse.dims) * elements.itemsize >= 2 << 30:
+        raise ValueError(f"the sparse tensor '{sparse.values.name}' takes 2 GiB or more as a plain one")
+    dense = np.zeros(tuple(sparse.dims), elements.dtype)
+    flat = places if places.ndim == 1 else np.ravel_multi_index(tuple(places.T), dense.shape)
+    if flat.size and not 0 <= flat.min() <= flat.max() < dense.size:
+        raise ValueError(f"the sparse tensor '{sparse.values.name}' has elements outside of its shape")
+    dense.reshape(-1)[flat] = elements
+    return onnx.numpy_helper.from_array(dense, sparse.values.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -381,11 +381,36 @@ def test_weight_that_is_copied_into_a_branch(write_model: WriteModel, tmp_path: 
             np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(path, feeds)["y"])
 
 
-def test_sparse_weight_is_refused_by_name(tmp_path: Path) -> None:
+def sparse_tensor(name: str, places: Any, shape: Sequence[int]) -> onnx.SparseTensorProto:
+    """A tensor of 2, 3, ... at these places, and of 0 elsewhere."""
+    values = numpy_helper.from_array(np.arange(2, 2 + len(places), dtype=np.float32), name)
+    return helper.make_sparse_tensor(values, numpy_helper.from_array(np.array(places, np.int64), f"{name}_at"), shape)
+
+
+def test_sparse_weights_and_constants_are_plain_ones(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "rare"], ["wide"]),
+        helper.make_node("Constant", [], ["few"], sparse_value=sparse_tensor("few", [1, 4], [6])),
+        helper.make_node("Add", ["wide", "few"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in (("x", 4), ("y", 6)))
+    graph = helper.make_graph(nodes, "g", [x], [y])
+    graph.sparse_initializer.append(sparse_tensor("rare", [[0, 5], [3, 2]], [4, 6]))
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    compile_model(plan_model(path, ["2xcpu"], Request(split_mode="tensor", shapes={"x": (2, 4)})), tmp_path / "package")
+    feeds = {"x": np.arange(8, dtype=np.float32).reshape(2, 4)}
+    with Session(tmp_path / "package") as session:
+        np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(path, feeds)["y"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"), [([1], "has elements outside of its shape"), ([1 << 20, 1 << 20], "takes 2 GiB or more")]
+)
+def test_sparse_weights_that_are_damaged_are_named(shape: list[int], said: str, tmp_path: Path) -> None:
     model = layers()
-    values = numpy_helper.from_array(np.ones(1, np.float32), "rare")
-    places = numpy_helper.from_array(np.zeros(1, np.int64), "rare_places")
-    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [32]))
+    model.graph.sparse_initializer.append(sparse_tensor("rare", [7], [8]))
+    model.graph.sparse_initializer[0].dims[:] = shape
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(ModelError, match=r"the weight 'rare' is a sparse tensor, .* make it dense"):
+    with pytest.raises(ModelError, match=f"the sparse tensor 'rare' {said}"):
         read_model(tmp_path / "model.onnx")
