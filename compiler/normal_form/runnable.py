@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.channels_first import put_channels_first
 from splitc.compiler.normal_form.kernel_layouts import unpack_weights
 from splitc.compiler.normal_form.query_norms import take_out_norms
 from splitc.compiler.reading.external_data import load_settled, saved
@@ -17,7 +18,7 @@ _CHANGED = "splitc.made_runnable"
 
 def make_runnable(model: ir.Model) -> None:
     """Give nodes that CPUs have no kernel for a form that they have one for, in place."""
-    if any([take_out_norms(model), unpack_weights(model)]):
+    if any([take_out_norms(model), unpack_weights(model), put_channels_first(model)]):
         model.meta[_CHANGED] = True
 
 
