@@ -27,7 +27,8 @@ def check_passed(place: str, values: Iterable[ir.Value]) -> None:
 def why_not_passed(value: ir.Value) -> str | None:
     """What a value is that ranks can't pass on, and what to do; None if they can."""
     if not isinstance(value.type, ir.TensorType):
-        return f"a {value.type}, and splitc passes on only tensors"
+        kind = "an optional value" if isinstance(value.type, ir.OptionalType) else "a sequence"
+        return f"{kind}, and splitc passes on only tensors. Export the model with tensors in its place"
     is_text = value.type.dtype == ir.DataType.STRING
     if not is_text and str(value.type.dtype.numpy()) in KNOWN:
         return None

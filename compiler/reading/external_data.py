@@ -104,9 +104,12 @@ class _Files:
 
     def _place(self, tensor: onnx.TensorProto) -> ExternalDataInfo:
         try:
-            return ExternalDataInfo(tensor)
+            place = ExternalDataInfo(tensor)
         except ValueError as error:
             raise ModelError(f"{self._path}: the place of the weight '{tensor.name}': {error}") from error
+        if not place.location:
+            raise ModelError(f"{self._path}: the weight '{tensor.name}' lies in another file, which is not named")
+        return place
 
     def _find(self, name: str, location: str) -> Path:
         """The file of this location. Raises ModelError if it is outside the model's folder, or missing."""

@@ -66,6 +66,12 @@ def read_proto(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path} {what}" if path.exists() else f"no such model file: {path}")
     if (reason := too_large(path)) is not None:
         raise ModelError(f"can't read {path}: {reason}")
+    with path.open("rb") as file:
+        if file.read(8)[4:] == b"ORTM":
+            raise ModelError(
+                f"{path} is not an ONNX model, but one in ONNX Runtime's own format (.ort): name the ONNX file it was "
+                "made of"
+            )
     try:
         proto = onnx.load(path, "protobuf", load_external_data=False)  # whatever the file is called
     except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:

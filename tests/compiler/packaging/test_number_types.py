@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -204,3 +205,15 @@ def test_package_for_gpus_that_cpus_can_not_run_is_unverified(
     assert "NOT_IMPLEMENTED" in warning and warning.endswith("compare it where its GPUs are: splitc check")
     with pytest.raises(ModelError, match="ONNX Runtime can't load"):
         compile_model(plan_model(model, ["cpu0"], Request()), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [("y = SplitToSequence <axis = 1> (x)", "a sequence, and"), ("y = Optional (x)", "an optional value, and")],
+)
+def test_outputs_that_are_no_tensors_are_named(last: str, said: str, tmp_path: Path) -> None:
+    kind = "seq" if "Sequence" in last else "optional"
+    text = f'<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => ({kind}(float[n, m]) y) {{ {last} }}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match=f"the output 'y' is {said} splitc passes on only tensors. Export"):
+        plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="layer", shapes={"x": (2, 4)}))

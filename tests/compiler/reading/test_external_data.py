@@ -136,7 +136,7 @@ def test_what_lies_beside_the_model_is_its_own(place: str, tmp_path: Path, monke
         ("sub", 0, "sub is missing"),
         ("n" * 300, 0, "File name too long"),
         ("a\0b", 0, "'w' lies in"),
-        ("", 0, "'w' lies in"),
+        ("", 0, "'w' lies in another file, which is not named"),
     ],
 )
 def test_what_is_not_there_is_named(place: str, location: str, offset: int, message: str, tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ from tests.helpers.command import splitc
 WriteModel = Callable[[str], Path]
 
 
+def test_file_in_the_format_of_onnxruntime_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.ort").write_bytes(b"\x18\0\0\0ORTM" + bytes(40))
+    with pytest.raises(ModelError, match=r"in ONNX Runtime's own format \(.ort\): name the ONNX file"):
+        read_model(tmp_path / "model.ort")
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such model file"):
         read_model(tmp_path / "none.onnx")
