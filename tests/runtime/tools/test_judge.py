@@ -70,6 +70,16 @@ def test_output_may_be_about_as_far_off_as_rounding_moves_it() -> None:
     assert not judged(outputs(y=1.06, z=1), moving(0.04), same, excused=False).passed
 
 
+def rarely(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """A model whose y changes if its input changes by more than the last digit: few numbers are rounded otherwise."""
+    return outputs(y=1 if np.abs(feeds["x"] - 1).max() < 2e-7 else 1.04, z=1)
+
+
+def test_output_that_more_than_the_last_digit_moves_may_be_as_far_off() -> None:
+    """Ranks sum in another order, which moves the sums by some last digits."""
+    assert judged(outputs(y=1.06, z=1), rarely, same).passed
+
+
 @pytest.mark.parametrize("run", [same, moving(0.02)])
 @pytest.mark.parametrize("plain", [same, lambda _: {}, lambda _: outputs(y=1.02, z=1.2)])
 def test_any_other_difference_stays_one(run: RunModel, plain: RunModel) -> None:
