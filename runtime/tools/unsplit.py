@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.ort_values import run_on_arrays
@@ -31,6 +32,10 @@ from splitc.runtime.units import format_bytes
 
 RunModel = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
 CPU = Device("cpu", 0)
+ONLY_GPUS = (
+    "Only GPUs may have a kernel for it: compare it where one is, as with --reference cuda0. 'splitc compile' compared "
+    "the package with the model in a form that CPUs run, unless it said otherwise."
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ def open_reference(
         try:
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
         except PackageError as error:
+            if device.kind == "cpu" and isinstance(error.__cause__, ort_errors.NotImplemented):
+                raise PackageError(f"{error}\n{ONLY_GPUS}") from error
             if device.kind == "cpu" or asked is not None:
                 raise
             device, why = CPU, f"{device} can't run it: {error}"

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
-from models.writer import save
+from models.writer import Writer, save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime.cli.app import app
 from splitc.runtime.engines import Backend
@@ -62,6 +62,24 @@ def test_gpu_that_can_not_run_the_model_is_left_for_the_cpu(
         assert str(whole) == "the unsplit model on cpu0 (cuda3 can't run it: no kernel)"
         assert_close(whole.run(feeds), run_whole(decoder, feeds))
     with pytest.raises(PackageError, match="no kernel"), open_reference(decoder, manifest, [GPU], 1, asked="cuda3"):
+        pass
+
+
+def test_model_for_gpus_alone_is_said_to_be_one(tmp_path: Path) -> None:
+    """Packages of it run on CPU devices, and 'splitc check' reads the model as it is."""
+    random = np.random.default_rng(0)
+    b = Writer()
+    image = b.input("x", ir.DataType.FLOAT, ["n", 8, 8, 4])
+    kernel = b.weight("kernel", ir.tensor(random.random((8, 3, 3, 4), np.float32)))
+    made = b.op("com.microsoft.NhwcConv", image, kernel, kernel_shape=[3, 3])
+    b.output(made, "y", ir.DataType.FLOAT, ["n", 6, 6, 8])
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "cpu0"), tmp_path / "package")
+    manifest = read_manifest(tmp_path / "package")
+    with (
+        pytest.raises(PackageError, match="Only GPUs may have"),
+        open_reference(tmp_path / "model.onnx", manifest, [CPU], 1),
+    ):
         pass
 
 
