@@ -13,6 +13,11 @@ MICROSOFT = "com.microsoft"
 OPTIONAL = "splitc.optional"
 
 
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """A node's inputs, without those that are left out."""
+    return [value for value in node.inputs if value is not None]
+
+
 def operator_name(node: ir.Node) -> str:
     """An operator's name, with its domain if that is not ONNX's own: `MatMul`, `com.microsoft.Gelu`."""
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

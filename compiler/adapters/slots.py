@@ -17,10 +17,9 @@ from splitc.compiler.adapters.linear_layers import find_linear_layers
 from splitc.compiler.graphs.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.graphs.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.graphs.origins import origin_of, put_behind, take_place
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.unused import remove_unused
 from splitc.compiler.inference.shapes import shape_of
-from splitc.compiler.nodes import MICROSOFT
+from splitc.compiler.nodes import MICROSOFT, inputs_of
 from splitc.compiler.normal_form.graph import Graph, complete
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer

@@ -14,9 +14,8 @@ from splitc.compiler.caches.cache import ROWS
 from splitc.compiler.caches.grouped import BIAS, LASTS, PASTS, QUERY, TOTAL
 from splitc.compiler.caches.lengths import Lengths
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import inputs_of, operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED
 from splitc.compiler.patterns.errors import NotFusedError
 from splitc.compiler.patterns.sizes import Sizes

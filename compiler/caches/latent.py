@@ -25,9 +25,8 @@ from splitc.compiler.caches.latent_cache import LatentCaches
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.lazy_tensors import computed
 from splitc.compiler.graphs.matching import VIEWS, is_onnx, made_by, own_matrix, tensor_of, value_before
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
-from splitc.compiler.nodes import MICROSOFT
+from splitc.compiler.nodes import MICROSOFT, inputs_of
 from splitc.compiler.patterns.context import Context
 from splitc.compiler.patterns.errors import NotFusedError
 from splitc.compiler.patterns.operand import SWAP_HEADS, Operand, traced_back, traced_back_merged

@@ -18,10 +18,10 @@ from splitc.compiler.caches.plain_requests import Plain, find_plain, is_batched
 from splitc.compiler.graphs.matching import is_onnx
 from splitc.compiler.graphs.node_key import node_key, tensor_key
 from splitc.compiler.graphs.origins import hand_over
-from splitc.compiler.graphs.reads import holds_graphs, inputs_of, node_reads
+from splitc.compiler.graphs.reads import holds_graphs, node_reads
 from splitc.compiler.graphs.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.graphs.walks import ancestors, producers
-from splitc.compiler.nodes import known_tensor, known_weight
+from splitc.compiler.nodes import inputs_of, known_tensor, known_weight
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.compiler.patterns.context import Context
 from splitc.compiler.patterns.errors import NotFusedError

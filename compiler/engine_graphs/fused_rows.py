@@ -27,9 +27,8 @@ from splitc.compiler.engine_graphs.gpu_functions import DOMAIN, PROGRAM
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import VIEWS, is_onnx, made_by, value_before
 from splitc.compiler.graphs.origins import described, noted_sizes, planned_shape, take_place
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import numbers_or_names
-from splitc.compiler.nodes import MICROSOFT
+from splitc.compiler.nodes import MICROSOFT, inputs_of
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP

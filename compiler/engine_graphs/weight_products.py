@@ -24,9 +24,8 @@ from splitc.compiler.graphs.lazy_tensors import JoinedTensor
 from splitc.compiler.graphs.matching import is_own, made_by, tensor_of
 from splitc.compiler.graphs.node_key import node_key
 from splitc.compiler.graphs.origins import note_sizes, noted_sizes, planned_shape, take_place
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers, reached
-from splitc.compiler.nodes import operator_name, settings_of
+from splitc.compiler.nodes import inputs_of, operator_name, settings_of
 from splitc.compiler.operators.gpu_kernels import GROUPED, HALVES
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.patterns.kernels import ON_GPUS

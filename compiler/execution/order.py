@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.patterns import GELUS, biased_products
 from splitc.compiler.graphs.matching import is_onnx, made_by
-from splitc.compiler.graphs.reads import inputs_of
+from splitc.compiler.nodes import inputs_of
 
 _ENDS_GELU = (*GELUS, "Mul")
 

@@ -16,8 +16,8 @@ import onnx_ir as ir
 from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
 from splitc.compiler.fusion.gelu import find_by_erf, find_by_tanh
 from splitc.compiler.graphs.matching import input_orders, is_onnx, made_by, value_before
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producer_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.patterns.operand import factor_of
 
 GELUS = ("Gelu", "FastGelu")

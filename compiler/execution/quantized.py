@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.graphs.matching import constant, is_onnx, made_by
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producer_of
 from splitc.compiler.inference.shapes import shape_of
+from splitc.compiler.nodes import inputs_of
 
 # How many inputs of an operator are data, which are dequantized where it computes in integers of 8 bits. What moves
 # elements takes any (qdq_selector_action_transformer.cc in core/optimizer/qdq_transformer/selectors_actions).

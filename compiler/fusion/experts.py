@@ -18,9 +18,8 @@ from splitc.compiler.attention.multi_head import has_attribute
 from splitc.compiler.fusion.mixtures import FAILURES, find_sorting, only_sorts
 from splitc.compiler.graphs.alone import run_part
 from splitc.compiler.graphs.matching import input_orders, is_onnx, made_by
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import shape_of
-from splitc.compiler.nodes import known_tensor, name_of
+from splitc.compiler.nodes import inputs_of, known_tensor, name_of
 from splitc.compiler.operators.row_groups import EXPERTS, RowGroups, find_row_groups, matrices_shape
 from splitc.compiler.patterns.context import Context
 from splitc.compiler.patterns.errors import NotFusedError

@@ -10,7 +10,7 @@ import math
 import onnx_ir as ir
 
 from splitc.compiler.graphs.matching import combined, constant, input_orders, is_onnx, made_by, only_user, other_input
-from splitc.compiler.graphs.reads import inputs_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.patterns.operand import factor_of
 
 # The relative tolerance of constants, which may be rounded to float16.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 import onnxruntime as ort
 
-from splitc.compiler.graphs.reads import inputs_of, view_of
+from splitc.compiler.graphs.reads import view_of
 from splitc.compiler.graphs.walks import ancestors, producers
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import inputs_of, known_tensor
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.ort_values import run_on_arrays
 from splitc.runtime.engines.onnx_session import open_in_memory

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators.registry import draws
 from splitc.runtime.arrays.array import Array
 
@@ -46,11 +47,6 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 def is_random(node: ir.Node) -> bool:
     """Whether a node, or one in its subgraphs, draws random numbers."""
     return draws(node) or any(draws(inner) for graph in subgraphs(node) for inner in all_nodes(graph))
-
-
-def inputs_of(node: ir.Node) -> list[ir.Value]:
-    """A node's inputs, without those that are left out."""
-    return [value for value in node.inputs if value is not None]
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:

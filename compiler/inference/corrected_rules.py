@@ -11,10 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.graphs.matching import constant_numbers, made_by
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.folding import LONGEST
 from splitc.compiler.inference.iterations import GOES_ON, LEADING, goes_on
-from splitc.compiler.nodes import input_at
+from splitc.compiler.nodes import input_at, inputs_of
 from splitc.compiler.operators.indexing import marked_places
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.row_groups import find_row_groups

@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import node_alone, run_alone
 from splitc.compiler.graphs.node_key import node_key, tensor_key
-from splitc.compiler.graphs.reads import inputs_of, read_sizes
+from splitc.compiler.graphs.reads import read_sizes
 from splitc.compiler.graphs.unused import disconnect_subgraphs
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS

@@ -13,10 +13,9 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import run_part
 from splitc.compiler.graphs.matching import source_through
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.inference.folding import LONGEST
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import inputs_of, known_tensor
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS

@@ -17,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.graphs.alone import node_alone, open_alone
 from splitc.compiler.graphs.node_key import node_key, tensor_key
-from splitc.compiler.graphs.reads import inputs_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of

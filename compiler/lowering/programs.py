@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.session_weights import keep_outputs_exact, keep_weights_unfused
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.lowering.transfers import Transfer
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.package.states import State

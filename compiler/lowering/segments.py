@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import inputs_of, is_random, node_reads, view_of
+from splitc.compiler.graphs.reads import is_random, node_reads, view_of
 from splitc.compiler.graphs.walks import ancestors, computed_from_weights, producers, reached
 from splitc.compiler.inference.folding import LONGEST
 from splitc.compiler.lowering.communication import SEND, communicates, kind_of, use_operators
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.kinds import find_kind, has_collectives
 from splitc.runtime.hardware.devices import Device

@@ -16,8 +16,9 @@ import onnx_ir as ir
 from splitc.compiler.graphs.editor import WHERE
 from splitc.compiler.graphs.matching import constant_numbers
 from splitc.compiler.graphs.origins import hand_over
-from splitc.compiler.graphs.reads import given_sizes, inputs_of
+from splitc.compiler.graphs.reads import given_sizes
 from splitc.compiler.lowering.rank_forms import RankEditor
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes

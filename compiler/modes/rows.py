@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.graphs.reads import inputs_of, is_random
+from splitc.compiler.graphs.reads import is_random
 from splitc.compiler.inference.shapes import BoundShapes, bind_shapes
-from splitc.compiler.nodes import describe_node
+from splitc.compiler.nodes import describe_node, inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes

@@ -14,9 +14,9 @@ from splitc.compiler.graphs.editor import Editor, add_initializer
 from splitc.compiler.graphs.matching import constant_numbers, is_onnx, list_of
 from splitc.compiler.graphs.node_key import node_key
 from splitc.compiler.graphs.optional import defaults_hidden
-from splitc.compiler.graphs.reads import all_nodes, inputs_of
+from splitc.compiler.graphs.reads import all_nodes
 from splitc.compiler.inference.folding import LONGEST, fold, known_array
-from splitc.compiler.nodes import input_at, known_tensor
+from splitc.compiler.nodes import input_at, inputs_of, known_tensor
 from splitc.compiler.operators.registry import operator_of
 
 # The types of sizes, positions and conditions. Constants of other types are weights, unless they have one element.

@@ -10,10 +10,10 @@ import onnx_ir as ir
 from splitc.compiler.graphs.alone import run_alone, with_own_tensors
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.graphs.reads import inputs_of, view_of
+from splitc.compiler.graphs.reads import view_of
 from splitc.compiler.graphs.walks import ancestors, producers
 from splitc.compiler.inference.symbolic import shapes_by_onnx
-from splitc.compiler.nodes import known_weight
+from splitc.compiler.nodes import inputs_of, known_weight
 
 RECURRENT = ("LSTM", "GRU", "RNN")
 # A recurrent node's inputs that are weights: of data, of states, biases.

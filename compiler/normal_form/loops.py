@@ -17,9 +17,10 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx, source_through
-from splitc.compiler.graphs.reads import inputs_of, is_random, node_reads, subgraphs
+from splitc.compiler.graphs.reads import is_random, node_reads, subgraphs
 from splitc.compiler.graphs.unused import disconnect_subgraphs
 from splitc.compiler.inference.iterations import LEADING, iterations, numbers_given
+from splitc.compiler.nodes import inputs_of
 
 # The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
 # and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.

@@ -18,8 +18,8 @@ from splitc.compiler.graphs.matching import (
     source_through,
     value_before,
 )
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
+from splitc.compiler.nodes import inputs_of
 
 # What gives equal numbers if all that it reads are equal numbers.
 ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Max", "Min", "Neg")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.channels_first import put_channels_first
+from splitc.compiler.normal_form.channels_first import put_channels_first
 from splitc.compiler.normal_form.kernel_layouts import unpack_weights
 from splitc.compiler.normal_form.query_norms import take_out_norms
 from splitc.compiler.reading.external_data import load_settled, saved

@@ -8,9 +8,9 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import is_onnx
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.unused import disconnect_subgraphs
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.normal_form.loops import NODES, Repeated
 from splitc.compiler.normal_form.sequences import parts_of
 

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.editor import Editor
 from splitc.compiler.graphs.matching import constant_numbers, is_onnx, made_by
-from splitc.compiler.graphs.reads import all_nodes, inputs_of
+from splitc.compiler.graphs.reads import all_nodes
 from splitc.compiler.inference.symbolic import Shapes, shapes_by_onnx
+from splitc.compiler.nodes import inputs_of
 
 # The first opset whose Split takes its sizes as an input, as SplitToSequence does.
 OPSET = 13

@@ -6,7 +6,7 @@ from collections import Counter
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import inputs_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.remembered import remembered
 
 # Operators that a QuantizeLinear behind them may make redundant.

@@ -24,11 +24,11 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.gpu_functions import OPSET, written_functions
 from splitc.compiler.errors import ModelError
 from splitc.compiler.graphs.lazy_tensors import take
-from splitc.compiler.graphs.reads import inputs_of, is_random
+from splitc.compiler.graphs.reads import is_random
 from splitc.compiler.graphs.walks import ancestors
 from splitc.compiler.inference.shapes import BoundShapes, shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.nodes import describe_node, operator_name
+from splitc.compiler.nodes import describe_node, inputs_of, operator_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan

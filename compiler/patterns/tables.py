@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import run_part
-from splitc.compiler.graphs.reads import holds_graphs, inputs_of, read_sizes
+from splitc.compiler.graphs.reads import holds_graphs, read_sizes
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.inference.observation import FAILURES
-from splitc.compiler.nodes import known_tensor
+from splitc.compiler.nodes import inputs_of, known_tensor
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import ancestors, producers, reached
 from splitc.compiler.inference.shapes import shape_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.weights import WeightUse, placeable

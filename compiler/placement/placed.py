@@ -19,9 +19,8 @@ from splitc.compiler.analysis.blocks import PLACED, Block, Partition, Placed
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.rematerialization import find_upstream
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers
-from splitc.compiler.nodes import describe_node
+from splitc.compiler.nodes import describe_node, inputs_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.least_cut import Network
 from splitc.compiler.placement.weights import placeable, weight_uses

@@ -10,8 +10,8 @@ from itertools import pairwise
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producer_of, producers, reached
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation

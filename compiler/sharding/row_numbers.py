@@ -21,9 +21,9 @@ import onnx_ir as ir
 
 from splitc.compiler.graphs.alone import nodes_between, run_part
 from splitc.compiler.graphs.matching import is_onnx, made_by, source_through
-from splitc.compiler.graphs.reads import holds_graphs, inputs_of, is_random, read_sizes
+from splitc.compiler.graphs.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.inference.shapes import BoundShapes
-from splitc.compiler.nodes import input_at, known_weight
+from splitc.compiler.nodes import input_at, inputs_of, known_weight
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor

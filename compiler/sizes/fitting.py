@@ -16,10 +16,10 @@ from itertools import chain, count, islice
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import inputs_of, node_reads
+from splitc.compiler.graphs.reads import node_reads
 from splitc.compiler.graphs.walks import ancestors
 from splitc.compiler.inference.shapes import BoundShapes, bind_shapes, bound_model, shape_of
-from splitc.compiler.nodes import describe_node
+from splitc.compiler.nodes import describe_node, inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sizes.inputs import DEFAULT_LENGTH, InputSizes, symbols_of

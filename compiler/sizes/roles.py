@@ -10,9 +10,8 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import producers, reached
-from splitc.compiler.nodes import input_at
+from splitc.compiler.nodes import input_at, inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape

@@ -12,9 +12,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.graphs.reads import holds_graphs, inputs_of
+from splitc.compiler.graphs.reads import holds_graphs
 from splitc.compiler.inference.observation import refusal, signature
 from splitc.compiler.inference.shapes import BoundShapes, shape_of
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.normal_form.runnable import runnable_file
 from splitc.compiler.operators.registry import operator_of

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.graphs.walks import reached
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators.registry import operator_of
 

@@ -12,9 +12,9 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.engine_graphs.missing_kernels import NARROW, WIDE
 from splitc.compiler.graphs.origins import mark_origins
-from splitc.compiler.graphs.reads import inputs_of
 from splitc.compiler.inference.shapes import BoundShapes
 from splitc.compiler.lowering.size_rewriter import constant_sizes, local_attribute
+from splitc.compiler.nodes import inputs_of
 from splitc.compiler.normal_form.graph import Graph
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
