@@ -33,7 +33,7 @@ from splitc.runtime.package.verification import NEVER
 from splitc.runtime.requests.added_feeds import needs_one_row
 from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
-from splitc.runtime.tools.judge import Judged, judge
+from splitc.runtime.tools.judge import Judged, judge, undefined_outputs
 from splitc.runtime.tools.rounding import Arrays
 from splitc.runtime.tools.unsplit import Reference, open_reference
 from splitc.runtime.units import first_few, format_shape
@@ -201,8 +201,9 @@ def _whole_bytes(plan: Plan) -> int:
 def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | None = None) -> str | None:
     """Compare the package with the unsplit model on the first sizes that the model takes. Returns the result as text.
 
-    None if the model takes no sizes. If outputs differ for sizes with which the model computes NaN inside, others are
-    tried: kernels may return anything for NaN. Raises OutputsDifferError if the package differs.
+    None if the model takes no sizes. If outputs differ for sizes with which the model computes NaN inside, or if all
+    of an output is NaN, others are tried: kernels may return anything for NaN. Raises OutputsDifferError if the package
+    differs.
     """
     held, undecided = session.adapters.sum(adapters), None
     for inputs in _candidates(plan, session.inputs):
@@ -227,6 +228,12 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
         compared = partial(compare, number_type=session.manifest.number_type)
         judged = judge(compared, whole, feeds, expected, made, unset=session.manifest.unset)
         if judged.passed or not (name := whole.undefined(feeds)):
+        unset = _windows(plan.analysis).intersection(expected)
+        expected = {name: array for name, array in expected.items() if name not in unset}
+        judged = judge(compared, whole, feeds, expected, made)
+        note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
+        judged = replace(judged, notes=[*judged.notes, *([note] if unset else [])])
+        if (judged.passed and not undefined_outputs(expected)) or not (name := whole.undefined(feeds)):
             return _result(whole, judged)
         undecided = replace(judged, unsteady=f"'{name}' of the unsplit model is NaN for inputs of these sizes")
     return None if undecided is None else _result(whole, undecided)

@@ -12,13 +12,16 @@ from splitc.runtime.package import manifest as m
 def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
     """How to fill the input `value`.
 
-    Indices are below the number of rows of their table, positions count up, masks are ones. Other floating-point inputs
-    are normally distributed. Other integers and booleans are ones, since they are switches and lengths.
+    Indices are below the number of rows of their table, positions count up, masks are ones, and padding, which is
+    masked where it is true, is zeros. Other floating-point inputs are normally distributed. Other integers and booleans
+    are ones, since they are switches and lengths.
     """
     if role is not None and role.kind == "indices":
         return m.Fill("randint", high=role.rows)
     if role is not None and role.kind == "positions":
         return m.Fill("arange", high=role.rows)
+    if role is not None and role.kind == "padding":
+        return m.Fill("zeros")
     is_number = value.dtype is not None and value.dtype.is_floating_point()
     return m.Fill("normal" if is_number and (role is None or role.kind != "mask") else "ones")
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import onnx_ir as ir
 
+from splitc.compiler.graphs.matching import constant
 from splitc.compiler.graphs.walks import producers, reached
 from splitc.compiler.nodes import input_at, inputs_of
 from splitc.compiler.normal_form.graph import Graph
@@ -19,6 +20,8 @@ from splitc.runtime.package.manifest import Role
 
 # A table with at most this many rows is of token types rather than positions (BERT has 2, and no model 16 positions).
 MOST_TOKEN_TYPES = 16
+# What takes the place of hidden scores is at most this: exporters write -1e4 in float16, and less in other types.
+HIDDEN = -1e4
 
 
 def find_roles(graph: Graph) -> dict[ir.Value, Role]:
@@ -31,7 +34,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     for value in [value for value in inputs if value not in roles]:
         role = Role(masks[value], counted=_is_counted(value)) if value in masks else _named(value)
         if role is not None:
-            roles[value] = role
+            roles[value] = Role("padding") if role.kind == "mask" and _hides(value) else role
     return roles
 
 
@@ -49,6 +52,24 @@ def _named(value: ir.Value) -> Role | None:
     """The role from the input's name, as the last resort."""
     name = (value.name or "").lower()
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
+
+
+def _hides(mask: ir.Value) -> bool:
+    """Whether a Where replaces what a mask is true for by a large negative number, as torch's key_padding_mask does."""
+
+    def passed_on(known: tuple[ir.Value, bool]) -> Iterator[tuple[ir.Value, bool]]:
+        value, negated = known
+        for node, number in value.uses():
+            if node.op_type in ("Not", "And", "Or", "Cast") or (_rearranges(node) and number == 0):
+                yield from ((output, negated != (node.op_type == "Not")) for output in node.outputs)
+
+    chosen = (
+        constant(node.inputs[2 if negated else 1])
+        for value, negated in reached([(mask, False)], passed_on)
+        for node, number in value.uses()
+        if node.op_type == "Where" and number == 0
+    )
+    return any(number is not None and number <= HIDDEN for number in chosen)
 
 
 def _is_counted(value: ir.Value) -> bool:

@@ -66,7 +66,10 @@ class Feeder:
         """The feeds for `new` tokens, the last ones of `total`. Of several, only the last one's logits are computed."""
         feeds = {self.signature.ids: np.array([new])}
         if self.signature.mask is not None:
-            feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
+            mask = self._inputs[self.signature.mask]
+            seen = self._mask(mask, len(new), total)
+            hides = mask.role is not None and mask.role.kind == "padding"
+            feeds[mask.name] = 1 - seen.astype(np.int8) if hides else seen
         if self.signature.positions is not None:
             shape = self._inputs[self.signature.positions].shape
             feeds[self.signature.positions] = _positions(shape, np.arange(total - len(new), total))

@@ -38,8 +38,8 @@ class Role(Struct, frozen=True):
     """The meaning of an input.
 
     `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
-    mask is computed from it) or `bias` (it is added to attention scores unchanged). A mask is `counted` if only the
-    number of its ones and its length are read.
+    mask is computed from it), `padding` (the same, and true for what is hidden) or `bias` (it is added to attention
+    scores unchanged). A mask is `counted` if only the number of its ones and its length are read.
     """
 
     kind: str

@@ -1,9 +1,11 @@
-"""Differences that the unsplit model itself explains: by random numbers, optimizations, or rounding."""
+"""Differences that the unsplit model itself explains: by NaN, random numbers, optimizations, or rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from splitc.runtime.tools.compare import NOT_FINITE, Difference
 from splitc.runtime.tools.rounding import Arrays, excuse, own_moves
@@ -56,6 +58,7 @@ def judge(
     expected = {name: array for name, array in expected.items() if name not in left}
     note = f"not compared: {first_few(left)}, of which the model sets only the rows that are filled"
     judged = Judged(compared(expected, actual), [note] if left else [])
+    judged = _without_undefined(Judged(compared(expected, actual), []), expected)
     if not judged.passed:
         judged = _without_random(judged, compared(expected, whole.run(feeds)))
     if not judged.passed:
@@ -69,6 +72,25 @@ def judge(
                 unsteady = f"'{product}' of the unsplit model has numbers beyond the largest of float16"
                 judged = replace(judged, unsteady=unsteady)
     return judged
+
+
+def undefined_outputs(expected: Arrays) -> list[str]:
+    """The outputs of which every number is NaN: such an output agrees with itself whatever was computed before."""
+    known = {name: np.asarray(array) for name, array in expected.items()}
+    return [name for name, array in known.items() if array.size and np.isnan(array.astype(np.float64)).all()]
+
+
+def _without_undefined(judged: Judged, expected: Arrays) -> Judged:
+    """Leave out outputs that agree, and of which the unsplit model computes nothing but NaN."""
+    undefined = set(undefined_outputs(expected))
+    blank = [output.name for output in judged.differences if output.passed and output.name in undefined]
+    if not blank:
+        return judged
+    note = (
+        f"not compared: {first_few(blank)}, since every number there is NaN in the unsplit model too: give other "
+        "inputs (--inputs, --fill)"
+    )
+    return Judged([output for output in judged.differences if output.name not in blank], [*judged.notes, note])
 
 
 def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:

@@ -16,6 +16,8 @@ from splitc.compiler.inference.shapes import infer_shapes
 from splitc.compiler.sizes.made_up import choose_fill
 from splitc.compiler.sizes.roles import find_roles
 from splitc.runtime import Session
+from splitc.runtime.generate.feeder import Feeder
+from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.package.manifest import Fill, Role
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.blocks import FLOAT, INT, Block
@@ -114,6 +116,43 @@ def test_input_that_a_where_chooses_by_is_a_mask(tmp_path: Path) -> None:
     assert roles_of(block, tmp_path)["m"] == Role("mask")
 
 
+@pytest.mark.parametrize("form", ["hides", "hides too", "shows", "is added", "hides what it shows"])
+def test_mask_that_is_true_for_what_it_hides_is_padding(form: str, tmp_path: Path) -> None:
+    """As key_padding_mask of torch's layers. With ones for it, every number would be NaN."""
+    block = Attention()
+    mask = block.input("m", ir.DataType.BOOL, ["b", "t"])
+    row = block.op("Unsqueeze", mask, block.ints(1, 2))
+    x = block.tokens()
+    scores = block.scores(block.heads(x, "q"), block.heads(x, "k"))
+    low, zero = block.constant(-np.inf, np.float32), block.constant(0.0, np.float32)
+    if form == "hides":
+        masked = block.op("Where", row, low, scores)
+    elif form == "hides too":
+        masked = block.op("Where", block.op("Or", row, block.input("later", ir.DataType.BOOL, ["t", "t"])), low, scores)
+    elif form == "hides what it shows":
+        masked = block.op("Where", block.op("Not", row), scores, low)
+    elif form == "shows":
+        masked = block.op("Where", block.op("Not", row), low, scores)
+    else:
+        masked = block.op("Add", scores, block.op("Where", row, low, zero))
+    block.attend(masked, block.heads(x, "v"))
+    assert roles_of(block, tmp_path)["m"] == Role("mask" if form == "shows" else "padding")
+
+
+def test_generation_hides_no_token_by_padding(tmp_path: Path) -> None:
+    block = Attention()
+    row = block.op("Unsqueeze", block.input("m", ir.DataType.BOOL, ["b", "t"]), block.ints(1, 2))
+    x = block.tokens()
+    scores = block.scores(block.heads(x, "q"), block.heads(x, "k"))
+    block.attend(block.op("Where", row, block.constant(-np.inf, np.float32), scores), block.heads(x, "v"))
+    save(block.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    manifest = read_manifest(tmp_path / "package")
+    assert [tensor.fill for tensor in manifest.inputs if tensor.name == "m"] == [Fill("zeros")]
+    feeds = Feeder(manifest, find_signature(manifest)).feeds([3, 4], 2)
+    assert not feeds["m"].any() and feeds["m"].dtype == bool
+
+
 def test_what_is_added_as_it_is_fed_is_a_bias(tmp_path: Path) -> None:
     block = Attention()
     x = block.tokens()
@@ -183,6 +222,7 @@ def test_fills_follow_from_roles() -> None:
     assert choose_fill(whole, Role("indices", 7)) == Fill("randint", high=7)
     assert choose_fill(whole, Role("positions", 9)) == Fill("arange", high=9)
     assert choose_fill(number, Role("mask")) == choose_fill(whole, Role("mask")) == Fill("ones")
+    assert choose_fill(whole, Role("padding")) == Fill("zeros")
     assert choose_fill(number, Role("bias")) == choose_fill(number, None) == Fill("normal")
     assert choose_fill(whole, None) == Fill("ones")
 

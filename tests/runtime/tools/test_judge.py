@@ -46,6 +46,14 @@ def test_outputs_that_agree_are_compared_once() -> None:
     assert (found.passed, found.notes) == (True, [])
 
 
+def test_output_of_nothing_but_nan_is_not_compared() -> None:
+    """Inputs that are masked everywhere give such outputs, whatever the split did to them."""
+    whole = Reference(CPU, "", never, never, lambda feeds: map(never, nudged(feeds)))
+    found = judge(compare, whole, FEEDS, outputs(y=np.nan, z=1), outputs(y=np.nan, z=1))
+    assert [each.name for each in found.differences] == ["z"]
+    assert "not compared: y" in found.notes[0]
+
+
 def test_output_that_the_model_gives_otherwise_each_time_is_not_compared() -> None:
     found = judged(outputs(y=2, z=1), lambda _: outputs(y=1.5, z=1))
     assert found.passed
