@@ -1,4 +1,4 @@
-"""The command `splitc`, which is also `python -m splitc.runtime`."""
+"""The command `splitc`, which is also `python -m splitc`, and `python -m splitc.runtime`."""
 
 from __future__ import annotations
 

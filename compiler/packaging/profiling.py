@@ -25,7 +25,7 @@ from splitc.compiler.remembered import remembered
 from splitc.compiler.sizes.made_up import choose_fill
 from splitc.compiler.sizes.roles import find_roles
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.hardware.devices import Device, threads_for
@@ -56,7 +56,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     for key, stage in counted("measuring blocks", list(zip(keys, stages, strict=True))):
         if key not in costs:
             costs[key] = measured[key] = _measure(analysis, stage, devices[0], count)
-            with suppress(MisuseError):  # then other processes measure again, and this plan is as good
+            with suppress(SplitcError):  # then other processes measure again, and this plan is as good
                 write_cache(FILE, msgspec.json.encode(costs))
     return [costs[key] for key in keys]
 

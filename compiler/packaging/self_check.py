@@ -243,8 +243,9 @@ def _result(whole: Reference, judged: Judged) -> str:
     _check_all(judged.differences, judged.unsteady)
     worst = max((difference.relative for difference in judged.differences), default=0.0)
     count = len(judged.differences)
-    agree = f"{count} outputs agree with {whole} (largest error {worst:.1e})" if count else "no output was compared"
-    return "; ".join([agree, *judged.notes])
+    agree = "1 output agrees" if count == 1 else f"{count} outputs agree"
+    said = f"{agree} with {whole} (largest error {worst:.1e})" if count else "no output was compared"
+    return "; ".join([said, *judged.notes])
 
 
 def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:

@@ -83,7 +83,8 @@ def _budgets_in_words(plan: Plan) -> str:
     """The devices' budgets: `1.00 GiB each`, or `cpu0 1.00 GiB, cpu1 2.00 GiB`."""
     budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
     if len(set(budgets.values())) == 1:
-        return next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
+        (budget,) = set(budgets.values())
+        return budget + " each" * (len(plan.ranks) > 1 and budget != "unknown")
     return ", ".join(f"{device} {budget}" for device, budget in budgets.items())
 
 
@@ -159,11 +160,11 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
         own = format_bytes(max(engines))
-        out.print(f"the budget includes up to {own} for the engine itself and for errors of the prediction")
+        out.print(f"also counted in 'of budget': up to {own} for the engine itself and for errors of the prediction")
     if any(adapters):
-        out.print(f"the budget includes up to {format_bytes(max(adapters))} for requests with adapters")
+        out.print(f"also counted in 'of budget': up to {format_bytes(max(adapters))} for requests with adapters")
     if any(mapped):
-        out.print(f"outside the budget: {format_bytes(sum(mapped))} of weights, read from mapped files")
+        out.print(f"not counted in 'of budget': {format_bytes(sum(mapped))} of weights, read from mapped files")
 
 
 def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:

@@ -22,7 +22,7 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms
 from splitc.compiler.trials.running import UNTRIED, try_forms
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import SplitcError
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.version import VERSION
 
@@ -87,7 +87,7 @@ def keep_trials(results: Mapping[str, str]) -> None:
     both = {**known_trials(), **results}
     if len(both) > MOST:
         both = dict(results)
-    with suppress(MisuseError):
+    with suppress(SplitcError):
         write_cache(FILE, msgspec.json.encode(Trials(_versions(), both)))
 
 

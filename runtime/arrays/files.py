@@ -76,6 +76,13 @@ def _read(path: Path, kind: str) -> dict[str, Array]:
             return {"": content} if kind == NPY else {name: np.asarray(array) for name, array in content.items()}
     except MemoryError as error:
         raise FeedError(f"can't read arrays from {path}: {error}") from error
+    except ValueError as error:
+        if "Object arrays" not in str(error):
+            raise FeedError(f"can't read arrays from {path}: the file is damaged ({error})") from error
+        raise FeedError(
+            f"can't read arrays from {path}: it holds Python objects (numpy's type object), not numbers. Write arrays "
+            "of a number type, as in array.astype(np.float32)"
+        ) from error
     except Exception as error:  # numpy, zipfile and zlib raise all kinds for damaged files
         raise FeedError(f"can't read arrays from {path}: the file is damaged ({error})") from error
 

@@ -107,7 +107,8 @@ def print_help(console: Console, command: Any, context: Any) -> None:
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
     words = [parameter.metavar or (parameter.name or "").upper() for parameter in arguments]
     console.print(f"Usage: {' '.join([context.command_path, '[OPTIONS]', *words])}\n", width=width)
-    console.print(f"{command.help}\n", width=width)
+    if command.help:  # Python -OO drops docstrings
+        console.print(f"{command.help}\n", width=width)
     groups: dict[str, list[Any]] = {topic: [] for topic in ("", *TOPICS)}
     for parameter in parameters:
         groups.setdefault("" if parameter in arguments else _topic(parameter), []).append(parameter)

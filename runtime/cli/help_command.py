@@ -26,7 +26,7 @@ def help_command(
     context: typer.Context,
     topic: str | None = typer.Argument(
         None,
-        metavar="TOPIC",
+        metavar="[TOPIC]",
         help="A command; a page, as in planning; or a section, as in planning#budgets. Default: list them.",
         autocompletion=_topics,
     ),

@@ -30,6 +30,7 @@ _OF_OPTIONS = {
     "checking#made-up-inputs": ("--fill", "--seed"),
     "checking#files-of-arrays": ("--inputs", "--outputs"),
     "checking#the-reference": ("--reference",),
+    "checking#what-is-always-checked": ("--verify",),
     "package-format#the-package": ("--weights",),
     "errors#what-is-trusted": ("--trust-external-data",),
     "measuring#bench": ("--baseline", "--baseline-threads", "--in-flight", "--runs", "--before"),

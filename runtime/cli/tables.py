@@ -15,7 +15,7 @@ from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.states import State
 from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
-from splitc.runtime.units import block_range, format_bytes, format_shape, plural
+from splitc.runtime.units import block_range, first_few, format_bytes, format_shape, plural
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
@@ -58,9 +58,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     ]
     print_table(("", "name", "type", "shape", "role"), described)
     if manifest.states:
-        out.print(
-            f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
-        )
+        pairs = [f"{state.input} -> {state.output}" for state in manifest.states]
+        out.print(f"{plural(len(pairs), 'state')}: {first_few(pairs)}")
 
 
 def describe_replays(manifest: Manifest) -> str | None:
@@ -142,7 +141,8 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
-    out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
+    largest = ", the largest" * (len(weights) > WHOLE)
+    out.print(f"whole on {words_of(split_mode).whole}: {total} in {plural(len(weights), 'weight')}{largest}:")
     for name, size, reason in sorted(weights, key=lambda weight: -weight[1])[:WHOLE]:
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.written import written_whole
 
 
@@ -33,7 +33,7 @@ def read_cache(name: str) -> bytes:
 def write_cache(name: str, content: bytes) -> None:
     """Write the file atomically: other processes may read and write it at the same time.
 
-    Raises MisuseError if it can't be written.
+    Raises MisuseError if it can't be written, and SplitcError if the disk is full.
     """
     try:
         path = cache_file(name)
@@ -41,7 +41,7 @@ def write_cache(name: str, content: bytes) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
             file.write(content)
-    except MisuseError as error:
-        raise MisuseError(
+    except SplitcError as error:
+        raise type(error)(
             f"measurements can't be kept for later: {error} (set XDG_CACHE_HOME to a folder for them)"
         ) from error

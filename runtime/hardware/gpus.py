@@ -64,7 +64,9 @@ def need_cupy() -> ModuleType:
     """CuPy. Raises PackageError, which names the package to install, if it is missing."""
     cupy = find_cupy()
     if cupy is None:
-        raise PackageError(INSTALL)
+        missing = PackageError(INSTALL)
+        missing.page = "installing#one-cuda"
+        raise missing
     return cupy
 
 

@@ -84,7 +84,7 @@ def find_module(package: Path, module: str | None) -> Path:
         raise MisuseError(f"{package} has several models: say which, with --module ({names})")
     known = pipeline.find(module)
     if known is None:
-        raise MisuseError(f"{package} has no module '{module}': there are {names}")
+        raise MisuseError(f"{package} has no module '{module}': there are {names} (--module)")
     folder = package / known.name
     if read_seal(folder) != known.seal:
         raise PackageError(f"{folder} is not the module that {package} was compiled with: compile the models again")

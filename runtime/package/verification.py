@@ -36,7 +36,7 @@ _writing = threading.Lock()
 def check_word(verify: str) -> None:
     """Raise MisuseError unless `verify` is a word for how often files are compared."""
     if verify not in WORDS:
-        raise MisuseError(f"verify is {', '.join(map(repr, WORDS))}, not {verify!r}")
+        raise MisuseError(f"--verify is {', '.join(map(repr, WORDS))}, not {verify!r}")
 
 
 def verify_files(package: Path, files: Iterable[File], verify: str = ALWAYS) -> None:

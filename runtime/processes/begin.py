@@ -31,6 +31,7 @@ def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
     """
     print_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the caller handles it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the caller had blocked until here
     threading.Thread(target=_show_life, args=(control, pulse, parent), name="splitc pulse", daemon=True).start()
     if starts_cuda:
         threading.Thread(target=_make_context, name="splitc starts CUDA", daemon=True).start()

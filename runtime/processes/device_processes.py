@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -50,12 +50,13 @@ class DeviceProcess:
             control = theirs.fileno()
             beginning = f"{control}, {pulse}, {os.getpid()}, {device.kind == 'cuda'}"
             imports = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main"
-            self._process = subprocess.Popen(
-                python_command(imports, f"main({control})"),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[control, pulse],
-                env=environment,
-            )
+            with _without_interrupts():
+                self._process = subprocess.Popen(
+                    python_command(imports, f"main({control})"),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[control, pulse],
+                    env=environment,
+                )
         finally:
             theirs.close()
             os.close(pulse)
@@ -142,6 +143,18 @@ class DeviceProcess:
         if self._why is not None:
             return f"was ended because ranks of another model in it broke: {self._why}"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Block SIGINT, also in processes that the block starts: a terminal sends it to all, and they let it in when they
+    ignore it (`begin`). Until then Python would end them, with a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class DeviceProcesses:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.files.written import written_whole
 from splitc.runtime.units import block_range, format_bytes, visible
@@ -79,6 +79,6 @@ def _script() -> str:
     script: str = read_cache(name).decode()
     if not script:
         script = maker.javascript_bundle(vl_version=vega_lite)
-        with suppress(MisuseError):
+        with suppress(SplitcError):
             write_cache(name, script.encode())
     return script

@@ -23,7 +23,7 @@ def choose_ranks(
     without MPI, or several hosts without MPI.
     """
     if asked not in (None, *KINDS):
-        raise MisuseError(f"ranks are '{THREADS}', '{PROCESSES}' or '{MPI}', not '{asked}'")
+        raise MisuseError(f"--ranks is '{THREADS}', '{PROCESSES}' or '{MPI}', not '{asked}'")
     gpus = {device for device in (*devices, *shared) if device.kind == "cuda"}
     need_processes = len(devices) > 1 and any(device.kind == "cuda" for device in devices)
     if asked == THREADS and need_processes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +24,8 @@ from splitc.compiler.trials import by_rows, running, tiny, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
 from splitc.compiler.trials.tiny import TinyModel, tiny_model
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.files import cache
 from splitc.runtime.files.cache import cache_file
 from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
 from tests.helpers.operators import HIDDEN, INNER, softmax
@@ -174,9 +176,18 @@ def test_results_are_kept_until_the_code_changes(tmp_path: Path, monkeypatch: py
     assert tried[1:] == [tried[0], tried[0]]
 
 
-def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+@pytest.mark.parametrize("why", ["is a file", "is full"])
+def test_cache_that_cannot_be_written_is_done_without(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "is a file":
+        (tmp_path / "cache").touch()
+    else:
+
+        def full(path: Path) -> NoReturn:
+            raise SplitcError(f"can't write {path}: the disk is full")
+
+        monkeypatch.setattr(cache, "written_whole", full)
     check_split(beside_a_pair(attention), tmp_path, "QKVBCD", shares=((1, 1),))
 
 

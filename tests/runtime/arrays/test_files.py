@@ -170,3 +170,9 @@ def test_arrays_that_claim_more_than_there_is(tmp_path: Path) -> None:
         archive.writestr("x.npy", header.getvalue())
     with pytest.raises(FeedError, match="can't read arrays from"):
         load_arrays(tmp_path / "a.npz")
+
+
+def test_array_of_objects_is_not_said_to_be_damaged(tmp_path: Path) -> None:
+    np.savez(tmp_path / "objects.npz", a=np.array([[1, 2], [3]], object))
+    with pytest.raises(FeedError, match=r"it holds Python objects .*Write arrays of a number type"):
+        load_arrays(tmp_path / "objects.npz")

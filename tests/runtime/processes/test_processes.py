@@ -53,6 +53,21 @@ def open_processes(package: Path, in_flight: int | None = None) -> Session:
     return Session(package, threads=1, ranks="processes", in_flight=in_flight)
 
 
+@pytest.mark.usefixtures("plain_ranks")
+def test_interrupt_while_a_process_starts_is_the_callers(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends it to all processes: Python would end those that are starting, with a traceback."""
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*arguments, **options)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with open_processes(compile_mode(decoder, "tensor"), 2) as session:
+        assert session.run(decoder_feeds())
+
+
 def processes(session: Session) -> list[subprocess.Popen[bytes]]:
     assert isinstance(session._workers, RankProcesses)
     return [each._process for each in session._workers._processes]
