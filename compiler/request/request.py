@@ -12,11 +12,12 @@ from typing import Any
 
 from splitc.compiler.request.option import KEY, Option, as_given, request_field
 from splitc.compiler.request.places import ExpertsPlace, Place, parse_experts, parse_places
-from splitc.compiler.request.shapes import AskedShapes, AskedStates, Shape, checked_shapes, parse_shapes, parse_states
+from splitc.compiler.request.shapes import AskedShapes, AskedStates, checked_shapes, parse_states
 from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.asked_shapes import Shape, parse_shapes
 from splitc.runtime.units import parse_bytes, whole_number
 
 # Where the weights of CPU devices are: packed in memory, or in read-only maps of their files.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.units import format_shape, named_values, shortened, whole_number
-
-Shape = tuple[int, ...]
-# The largest size that is planned for: with one byte per element, no memory would hold more.
-LARGEST = 1 << 40
+from splitc.runtime.feeds.asked_shapes import LARGEST as LARGEST
+from splitc.runtime.feeds.asked_shapes import Shape as Shape
+from splitc.runtime.units import format_shape, named_values, whole_number
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,6 @@ def check_size(size: int) -> bool:
     return 0 <= size <= LARGEST
 
 
-# A name with its shape, up to a comma or the end. Names may have commas and colons in them.
-_SHAPE = re.compile(r"(.+?:(?:\[[^\]]*\]|\d+(?:x\d+)*)),")
-
-
 def checked_shapes(option: str, shapes: Mapping[str, Sequence[int]] | None) -> dict[str, Shape] | None:
     """Shapes by the names of inputs, as a program gives them. Raises MisuseError unless all sizes are whole numbers."""
     if shapes is None:
@@ -72,27 +65,6 @@ def checked_shapes(option: str, shapes: Mapping[str, Sequence[int]] | None) -> d
             raise MisuseError(f"{option} gives '{name}' the shape {sizes!r}: a shape is a list of sizes, as in (1, 16)")
         checked[name] = tuple(whole_number(f"{option}: a size of '{name}' is", size, 0, LARGEST) for size in sizes)
     return checked
-
-
-def parse_shapes(texts: Sequence[str], option: str = "--shapes") -> dict[str, Shape]:
-    """Parse shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
-
-    Several in one text are separated by commas, as in trtexec: `name:1x16,other:1x16`. Raises MisuseError, which names
-    the `option`, for any other text, and for a name that occurs twice.
-    """
-    shapes = {}
-    for text in (part for joined in texts for part in [p for p in _SHAPE.split(joined) if p] or [joined]):
-        name, _, sizes = text.rpartition(":")
-        numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
-        is_scalar = sizes.replace(" ", "") == "[]"
-        if not name or not (is_scalar or all(number.isascii() and number.isdigit() for number in numbers)):
-            raise MisuseError(f"can't read {option} '{text}': write NAME:1x16 or NAME:[1,16]")
-        if large := [number for number in numbers if len(number) > 15 or int(number or 0) > LARGEST]:
-            raise MisuseError(f"{option} gives '{name}' the size {shortened(large[0])}, and the largest is {LARGEST:,}")
-        if name in shapes:
-            raise MisuseError(f"{option} gives '{name}' two shapes, the second as '{text}': leave out one of them")
-        shapes[name] = tuple(int(number) for number in numbers if number)
-    return shapes
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from splitc.runtime.cli.shared_options import (
     PACKAGE,
     REPORT,
     SEED,
+    SHAPES,
     TRUST_DATA,
     check_outputs,
     model_there,
@@ -99,17 +100,19 @@ class Comparison:
     )
     seed: int = SEED
     fill: list[str] = FILL
+    shapes: list[str] = SHAPES
     memory: bool = MEASURE
 
     def check_fits_several(self) -> None:
         """Raise MisuseError if an option is given that is for one model only."""
-        of_one = {"--inputs": self.inputs, "--set": self.settings, "--fill": self.fill}
+        of_one = {"--inputs": self.inputs, "--set": self.settings, "--fill": self.fill, "--shapes": self.shapes}
         if given := [option for option, value in of_one.items() if value]:
             raise MisuseError(f"{given[0]} is for one model: name it, with --module")
 
     def make(self, load_session: Load, model: Path) -> Checked:
         """Run the package and the model on the same inputs."""
-        with shown_bars(), load_session() as session, open_feeds(session, self.inputs, self.seed, self.fill) as feeds:
+        made_up = (self.inputs, self.seed, self.fill, self.shapes)
+        with shown_bars(), load_session() as session, open_feeds(session, *made_up) as feeds:
             actual = session.run(feeds)
             opened = open_reference(
                 model,

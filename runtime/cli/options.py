@@ -33,6 +33,7 @@ RULES = (
     Rule("--baseline-threads", needs="--baseline"),
     Rule("--trust-external-data", needs="--baseline"),
     Rule("--fill", bars="--inputs", why="--fill makes up inputs, and --inputs gives them"),
+    Rule("--shapes", bars="--inputs", why="--shapes is for inputs that are made up, and --inputs gives them"),
     Rule("--seed", bars="--inputs", why="--seed is for inputs that are made up, and --inputs gives them"),
     Rule("--prompt-chunk", bars="--prefill", why="--prefill reads the prompt at once"),
     Rule("--explain", bars="--json", why="--explain prints tables, and --json no table"),

@@ -22,6 +22,7 @@ from splitc.runtime.cli.shared_options import (
     PACKAGE,
     REPORT,
     SEED,
+    SHAPES,
     TRUST_DATA,
     check_outputs,
     model_there,
@@ -35,6 +36,13 @@ from splitc.runtime.tools.earlier_bench import read_bench
 from splitc.runtime.tools.trace import write_trace
 from splitc.runtime.units import format_shape
 
+BASELINE = typer.Option(
+    None,
+    "--baseline",
+    help="The unsplit model, timed in turns with the package.",
+    autocompletion=completion.models,
+    callback=model_there,
+)
 BEFORE = typer.Option(None, "--before", help="An earlier bench's --json, to compare with.", callback=there("file"))
 
 
@@ -69,13 +77,7 @@ def run(
 def bench_command(
     load: Load,
     package: Path = PACKAGE,
-    baseline: Path | None = typer.Option(
-        None,
-        "--baseline",
-        help="The unsplit model, timed in turns with the package.",
-        autocompletion=completion.models,
-        callback=model_there,
-    ),
+    baseline: Path | None = BASELINE,
     baseline_threads: list[int] = typer.Option(
         [],
         "--baseline-threads",
@@ -92,6 +94,7 @@ def bench_command(
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before the timed ones."),
     seed: int = SEED,
     fill: list[str] = FILL,
+    shapes: list[str] = SHAPES,
     memory: bool = MEASURE,
     as_json: bool = JSON,
 ) -> None:
@@ -100,7 +103,7 @@ def bench_command(
     check_report(report)
     earlier = None if before is None else read_bench(before)
     opened = partial(load, package, in_flight=in_flight)
-    with shown_bars(), opened() as session, open_feeds(session, inputs, seed, fill) as feeds:
+    with shown_bars(), opened() as session, open_feeds(session, inputs, seed, fill, shapes) as feeds:
         result = bench(
             session,
             feeds,

@@ -15,6 +15,7 @@ from splitc.runtime.arrays.files import load_arrays
 from splitc.runtime.cli.shared_options import ADAPTER, CUDA_GRAPH, DEVICE, HOST_CODE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
+from splitc.runtime.feeds.asked_shapes import parse_shapes, resized
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
@@ -53,7 +54,9 @@ def loading(
 
 
 @contextmanager
-def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
+def open_feeds(
+    session: Session, inputs: Path | None, seed: int, fills: list[str], shapes: list[str]
+) -> Iterator[dict[str, Array]]:
     """Arrays for the session, from a file or made up. If an engine fails on made-up arrays, the error says so.
 
     States that the file lacks begin empty, as in a session.
@@ -63,11 +66,11 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
         yield {**arrays, **unfed_states(session.manifest, arrays)}
         return
     try:
-        yield make_inputs(session.inputs, seed, parse_fills(fills))
+        yield make_inputs(resized(session.inputs, parse_shapes(shapes)), seed, parse_fills(fills))
     except EngineError as error:
         raise type(error)(
-            f"{error}\nThe inputs were made up in the sizes that the package was planned for; these may not fit "
-            "together. Give --inputs, --fill, or compile with --shapes for every input."
+            f"{error}\nThe inputs were made up, in the sizes that the package was planned for if you gave no others; "
+            "these may not fit together. Give --shapes for every input, --fill, or --inputs."
         ) from error
 
 

@@ -117,6 +117,12 @@ MEASURE = typer.Option(
 )
 SEED = typer.Option(0, "--seed", min=0, help="Seed of made-up inputs.")
 TRUST_DATA = typer.Option(False, "--trust-external-data", help="Also read weights that lie outside the model's folder.")
+SHAPES = typer.Option(
+    [],
+    "--shapes",
+    metavar="SHAPES",
+    help="An input's shape to make up, repeatable: ids:1x16 or ids:[1,16]. Default: the planned ones.",
+)
 FILL = typer.Option(
     [],
     "--fill",

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.request.shapes import parse_shapes
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.feeds.asked_shapes import parse_shapes
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature

@@ -28,9 +28,9 @@ from splitc.compiler.execution.exchange import EngineGraph
 from splitc.compiler.execution.run import Scratch, arena_bytes, find_steps, replay
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
-from splitc.compiler.request.shapes import parse_shapes
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.feeds.asked_shapes import parse_shapes
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.units import format_bytes, parse_bytes
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.request.shapes import parse_shapes
 from splitc.runtime import Session
 from splitc.runtime.cli.run_options import measure_ranks
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.feeds.asked_shapes import parse_shapes
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.units import format_bytes

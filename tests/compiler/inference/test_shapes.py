@@ -15,6 +15,7 @@ from splitc.compiler.request.shapes import AskedShapes, parse_shapes
 from splitc.compiler.sizes.inputs import input_sizes
 from splitc.compiler.states.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.asked_shapes import parse_shapes
 from tests.helpers.command import splitc
 from tests.helpers.graphs import read_graph
 

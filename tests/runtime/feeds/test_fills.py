@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from splitc.runtime.cli.app import app
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.asked_shapes import parse_shapes, resized
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
 from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
@@ -75,6 +77,36 @@ def test_fill_without_numbers_or_input_is_refused() -> None:
         make_inputs(INPUTS, fills=parse_fills(["nothing=ones"]))
 
 
+def sizes_of(inputs: list[Tensor], *texts: str) -> dict[str, list[int] | None]:
+    return {tensor.name: tensor.sample_shape for tensor in resized(inputs, parse_shapes(texts))}
+
+
+def test_shapes_are_those_asked_for_and_others_follow_by_their_symbols() -> None:
+    inputs = [
+        Tensor("ids", "int64", ["b", "t"], [1, 16]),
+        Tensor("mask", "int64", ["b", "p + t"], [1, 20]),
+        Tensor("past", "float32", ["b", 4, "p", 8], [1, 4, 4, 8]),
+        Tensor("one", "float32", ["b", "q"], [1, 7]),
+        Tensor("any", "float32", None, [3]),
+    ]
+    planned = {tensor.name: tensor.sample_shape for tensor in inputs}
+    assert sizes_of(inputs) == planned
+    assert sizes_of(INPUTS)["mask"] == [4], "one symbol may have several planned sizes"
+    assert sizes_of(inputs, "ids:2x5") == {
+        **planned,
+        "ids": [2, 5],
+        "mask": [2, 9],
+        "past": [2, 4, 4, 8],
+        "one": [2, 7],
+    }
+    assert sizes_of(inputs, "past:1x4x0x8,any:[]") == {**planned, "past": [1, 4, 0, 8], "mask": [1, 16], "any": []}
+    assert sizes_of(inputs, "ids:1x5,mask:1x6")["mask"] == [1, 6]
+    with pytest.raises(MisuseError, match="--shapes names 'idz', and the package has no such input: it has ids, mask"):
+        sizes_of(inputs, "idz:1")
+    with pytest.raises(MisuseError, match="--shapes gives 'ids' as 5, and the model takes b x t"):
+        sizes_of(inputs, "ids:5")
+
+
 def test_commands_take_fills(decoder: Path, tmp_path: Path) -> None:
     package, fill = str(tmp_path / "package"), ["--fill", "input_ids=randint:90:96"]
     found = CliRunner().invoke(app, ["compile", str(decoder), "-o", package, "-d", "2xcpu", *fill])
@@ -85,7 +117,11 @@ def test_commands_take_fills(decoder: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*check, "--fill", "input_ids=ones"]).exit_code == 0
     # The model has 96 rows for tokens: that it fails says that it got what was asked for.
     assert CliRunner().invoke(app, [*check, "--fill", "input_ids=randint:96:97"]).exit_code != 0
+    shown = CliRunner().invoke(app, [*check, "--shapes", "input_ids:2x5", "--json"])
+    assert len(json.loads(shown.output)["outputs"][0]["where"]) == 3
     bench = ["bench", package, "--runs", "1", "--no-memory"]
+    assert CliRunner().invoke(app, [*bench, "--shapes", "input_ids:2x5"]).exit_code == 0
+    assert CliRunner().invoke(app, [*bench, "--shapes", "nothing:2x5"]).exit_code != 0
     assert CliRunner().invoke(app, [*bench, "--fill", "input_ids=zeros"]).exit_code == 0
     np.savez(tmp_path / "in.npz", x=np.zeros(1))
     both = CliRunner().invoke(app, [*check, "--inputs", str(tmp_path / "in.npz"), *fill])
