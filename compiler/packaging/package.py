@@ -21,13 +21,14 @@ from splitc.compiler.packaging.written_rank import WrittenRank, write_rank
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
 from splitc.runtime.hardware.devices import cores, threads_for
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import write_manifest
 from splitc.runtime.threads.garbage import rare_garbage
 from splitc.runtime.threads.progress import doing
-from splitc.runtime.units import whole_number
+from splitc.runtime.units import shortened, whole_number
 
 
 @rare_garbage()
@@ -92,6 +93,11 @@ def _check_request(
     plan: Plan, weights: str, build: BuildSettings, fills: Mapping[str, m.Fill], warn: Callable[[str], None]
 ) -> None:
     """Raise errors that are known before anything is written; see `compile_model`."""
+    if not isinstance(plan, Plan):
+        raise MisuseError(
+            f"a package is made of a plan, as in compile_model(plan_model('model.onnx', '2xcpu'), 'package'), not of "
+            f"{shortened(repr(plan))}"
+        )
     check_fills(fills, [value.name or "" for value in plan.analysis.graph.graph.inputs])
     kind = find_kind(plan.engine)
     check_settings(plan.engine, build)

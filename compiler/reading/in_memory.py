@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 from weakref import finalize
 
 import onnx
@@ -14,8 +15,17 @@ import onnx_ir as ir
 from splitc.compiler.errors import ModelError
 from splitc.runtime.errors import MisuseError
 
+
+class HoldsModel(Protocol):
+    """What torch.onnx.export returns: an ONNXProgram."""
+
+    @property
+    def model(self) -> ir.Model:
+        """The exported model."""
+
+
 # The types of a given model.
-Given = str | Path | onnx.ModelProto | ir.Model
+Given = str | Path | onnx.ModelProto | ir.Model | HoldsModel
 
 
 @contextmanager
@@ -27,9 +37,12 @@ def model_file(model: Given) -> Iterator[tuple[Path, Callable[[object], object]]
     if isinstance(model, str | Path):
         yield Path(model), lambda user: None
         return
+    if isinstance(held := getattr(model, "model", None), ir.Model):
+        model = held
     if not isinstance(model, onnx.ModelProto | ir.Model):
         raise MisuseError(
-            f"a model is a path, an onnx.ModelProto or an onnx_ir.Model, and this is of type {type(model).__name__}"
+            "a model is a path, an onnx.ModelProto, an onnx_ir.Model or torch's ONNXProgram, and this is of type "
+            f"{type(model).__name__}"
         )
     with ExitStack() as stack:
         path = Path(stack.enter_context(TemporaryDirectory(prefix="splitc-")), "model.onnx")

@@ -99,7 +99,10 @@ class _Wanted:
         """Raise FeedError unless the array fits the input."""
         tensor, shape = self._tensor, array.shape
         if array.dtype != self._dtype:
-            raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
+            given = f"{array.dtype}"
+            if given.startswith(">"):
+                given = f"in the other byte order ({given})"
+            raise FeedError(f"input '{tensor.name}' is {given}, and the model takes {tensor.dtype}")
         fits = self._axes is None or len(shape) == self._axes
         for axis, size in self._sizes:
             fits = fits and shape[axis] == size

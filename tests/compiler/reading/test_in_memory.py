@@ -63,5 +63,26 @@ def test_weights_in_a_file_that_is_elsewhere(decoder: Path, temporary: Path) -> 
 
 
 def test_other_objects_are_no_models() -> None:
-    with pytest.raises(MisuseError, match=r"a path, an onnx\.ModelProto or an onnx_ir.Model, and this is of type int"):
+    with pytest.raises(MisuseError, match=r"a path, an onnx\.ModelProto, .* and this is of type int"):
         plan_model(7, "2xcpu")  # type: ignore[arg-type]
+
+
+class Program:
+    """What torch.onnx.export returns, as far as splitc reads it."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+
+
+def test_exporters_program_is_its_model(decoder: Path) -> None:
+    assert plan_model(Program(ir.load(decoder)), "2xcpu", LAYER).ranks
+
+
+def test_what_is_no_request_or_plan_is_named(decoder: Path, tmp_path: Path) -> None:
+    wrong: Any = {"split_mode": "tensor"}
+    with pytest.raises(MisuseError, match=r"as in Request\(split_mode='tensor'\), not \{"):
+        plan_model(decoder, "2xcpu", wrong)
+    path: Any = str(decoder)
+    with pytest.raises(MisuseError, match="a package is made of a plan"):
+        compile_model(path, tmp_path / "package")
+    assert not (tmp_path / "package").exists()
