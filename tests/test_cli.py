@@ -183,9 +183,7 @@ def test_mistakes_end_the_process(package: Path, tmp_path: Path) -> None:
     module = (sys.executable, "-m", "splitc.runtime")
     assert "see: splitc help run\n" in splitc_process("run", package, start=module, code=2).stderr
     short = (sys.executable, "-OO", "-m", "splitc")
-    assert splitc_process("run", "--help", start=short).stdout.startswith(
-        "Usage: python -m splitc run [OPTIONS] PACKAGE"
-    )
+    assert splitc_process("run", "-h", start=short).stdout.startswith("Usage: python -m splitc run [OPTIONS] PACKAGE")
     (tmp_path / "manifest.json").write_text("{")
     assert "manifest.json" in splitc_process("inspect", tmp_path, code=1).stderr
 

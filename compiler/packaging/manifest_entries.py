@@ -19,7 +19,6 @@ from splitc.compiler.modes.rows import row_sources, rows_of_micro_batches
 from splitc.compiler.operators.registry import operator_of, quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.request import DISK
@@ -62,7 +61,7 @@ def make_manifest(
         ranks=list(ranks),
         cuts=plan.named_cuts,
         collectives=plan.split.collectives,
-        unsplit=[m.UnsplitWeight(*weight) for weight in plan.whole_weights if weight[1] >= LISTED],
+        unsplit=[m.UnsplitWeight(*weight) for weight in plan.whole_weights if weight[1] >= m.LISTED],
         files=list(files),
         build=m.Build(options) if built else None,
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],

@@ -25,6 +25,7 @@ from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.reading.external_data import SMALL
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON
+from splitc.runtime.package.manifest import LISTED
 
 K = TypeVar("K", bound=Hashable)
 # The bytes at each end of a weight that are compared first: one page of memory. And the bytes that are hashed at a

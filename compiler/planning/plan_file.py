@@ -20,13 +20,10 @@ from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
 from splitc.runtime.hardware.devices import Device, host_numbers
-from splitc.runtime.package.manifest import Cut, Source
+from splitc.runtime.package.manifest import LISTED, Cut, Source
 from splitc.runtime.package.states import State
 
 SCHEMA = 2
-# The least bytes of a weight that is listed, and compared with other modules' weights. A choice: it keeps biases and
-# norms out of plan.json. Sums count all weights.
-LISTED = 64 << 10
 
 
 class RankEntry(Struct, frozen=True):

@@ -89,6 +89,7 @@ app = typer.Typer(
     cls=Program,
     help="Split an ONNX model, or a pipeline of several, over devices; run them as one.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

@@ -9,7 +9,7 @@ from splitc.runtime.engines import operator_library
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.gpu.replayable import why_not_replayed
 from splitc.runtime.hardware.devices import device_named
-from splitc.runtime.package.manifest import Built, Cut, FixedInput, Manifest, Tensor
+from splitc.runtime.package.manifest import LISTED, Built, Cut, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.states import State
@@ -44,7 +44,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(f"{manifest.collectives} {words.exchanges} a run")
     if (text := describe_collectives(manifest)) is not None:
         out.print(text)
-    print_whole([(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit], manifest.split_mode)
+    whole = [(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit]
+    print_whole(whole, manifest.split_mode, f" of {format_bytes(LISTED)} or more")
     if (text := describe_replays(manifest)) is not None:
         out.print(text)
     for way, pairs in routes.items():
@@ -136,13 +137,13 @@ RANK_SIZES = ("weights", "activ.", "cache")
 WHOLE = 5
 
 
-def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> None:
-    """Print the weights that were not split, the largest ones with the reason."""
+def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str, which: str = "") -> None:
+    """Print the weights that were not split, the largest ones with the reason. `which` says of what size they are."""
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
     largest = ", the largest" * (len(weights) > WHOLE)
-    out.print(f"whole on {words_of(split_mode).whole}: {total} in {plural(len(weights), 'weight')}{largest}:")
+    out.print(f"whole on {words_of(split_mode).whole}: {total} in {plural(len(weights), 'weight')}{which}{largest}:")
     for name, size, reason in sorted(weights, key=lambda weight: -weight[1])[:WHOLE]:
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 

@@ -195,6 +195,11 @@ class Source(Struct, frozen=True):
     sha256: str
 
 
+# The least bytes of a weight that is listed, and compared with other modules' weights. A choice: it keeps biases and
+# norms out of plan.json and the manifest. Sums in plans count all weights.
+LISTED = 64 << 10
+
+
 class UnsplitWeight(Struct, frozen=True):
     """A weight that the split mode could not split completely: its unsplit bytes and the reason."""
 
