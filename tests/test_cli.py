@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -176,6 +177,14 @@ def test_mistakes_end_in_one_message(
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "p").exists()
     assert before == (hash_file(decoder), hash_file(data))
+
+
+def test_command_of_a_plan_can_be_pasted(decoder: Path, tmp_path: Path) -> None:
+    plan, package = tmp_path / "a plan.json", tmp_path / "package"
+    said = splitc("plan", decoder, "-d", "2xcpu", *LAYERS, "-o", plan).stdout.splitlines()[-1]
+    command = shlex.split(said.partition(": ")[2].replace("PACKAGE", str(package)))
+    splitc(*command[1:], "--no-verify")
+    assert package.is_dir()
 
 
 def test_mistakes_end_the_process(package: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -199,7 +200,8 @@ def plan(
     if explain:
         print_explained(decided)
     if output:
-        out.print(f"wrote {output}: splitc compile {model} --plan {output} -o PACKAGE")
+        again = f"splitc compile {quote(str(model))} --plan {quote(str(output))} -o PACKAGE"
+        out.print(f"wrote {output}: {again}", soft_wrap=True)
 
 
 @with_options("request", _request)

@@ -30,7 +30,7 @@ def print_pipeline(plan: PipelinePlan) -> None:
         for title, outcomes in by_kind(module.plan.analysis.outcomes):
             out.print(f"{module.name}: {fused_in_words(title, outcomes)}")
     if plan.folder.files:
-        out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
+        out.print(f"copied too: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:
         out.print(f"left out: {left.path}, {format_bytes(left.bytes)}: {left.why}")
     warned: dict[str, list[str]] = {}
