@@ -13,7 +13,7 @@ from types import ModuleType
 from splitc.runtime.errors import PackageError
 
 # The message if CuPy is missing.
-INSTALL = "GPUs need CuPy: pip install cupy-cuda12x, or cupy-cuda13x for a driver of CUDA 13"
+INSTALL = "GPUs need CuPy: pip install 'splitc[cuda]' for a driver of CUDA 13, or cupy-cuda12x for an older one"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def need_cupy() -> ModuleType:
     cupy = find_cupy()
     if cupy is None:
         missing = PackageError(INSTALL)
-        missing.page = "installing#one-cuda"
+        missing.page = "gpus"
         raise missing
     return cupy
 
