@@ -69,8 +69,8 @@ def open_feeds(
         yield make_inputs(resized(session.inputs, parse_shapes(shapes)), seed, parse_fills(fills))
     except EngineError as error:
         raise type(error)(
-            f"{error}\nThe inputs were made up, in the sizes that the package was planned for if you gave no others; "
-            "these may not fit together. Give --shapes for every input, --fill, or --inputs."
+            f"{str(error).rstrip()}\nThe inputs were made up, and their sizes or numbers may not fit together: give "
+            "sizes for every input (--shapes), numbers (--fill), or arrays (--inputs)."
         ) from error
 
 
