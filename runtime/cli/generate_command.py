@@ -208,4 +208,4 @@ class Generated:
 
 def _rate(tokens: int, seconds: float) -> str:
     rate = f", {tokens / seconds:.1f} tokens/s" if seconds else ""
-    return f"{tokens:5} tokens in {format_seconds(seconds)}{rate}"
+    return f"{tokens:5} {'token' if tokens == 1 else 'tokens'} in {format_seconds(seconds)}{rate}"

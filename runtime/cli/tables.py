@@ -22,7 +22,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     """Print a package's contents, and how its values are copied between GPUs of this machine."""
     out.print(
         f"{manifest.source.name}: {manifest.split_mode} mode, {ranks_in_words(manifest)}, "
-        f"{len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
+        f"{plural(len(manifest.blocks), 'block')}, {manifest.engine} engines, {manifest.number_type}"
     )
     words = words_of(manifest.split_mode)
     for merged in manifest.merged:

@@ -182,6 +182,7 @@ def _in_our_words(error: Any) -> Exception:
     """The error of a wrong option or argument, in the form of all others. A call without arguments shows the help."""
     if not (message := error.format_message()) or type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
+    message = message.replace(": Input should be", ": it should be")  # pydantic's; here an input is a model's
     usage = UsageError(message[0].lower() + message[1:].rstrip(".") + _value_of(error))
     # Not from the path of the command, which for `python -m splitc.runtime check` begins with three words.
     usage.page = error.ctx.info_name if error.ctx and error.ctx.parent else None
