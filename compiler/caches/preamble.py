@@ -70,7 +70,8 @@ def cut_preamble(context: Context, lengths: Lengths, roles: Mapping[str, Role]) 
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
     grown = {one.input for one in filled}
     grown |= {v for v in early if v.is_graph_input() and not growing.isdisjoint(sizes.of(v) or ())}
-    padding = {name for name, role in roles.items() if role.kind == "mask"}
+    shown = {name for name, role in roles.items() if role.kind == "mask"}
+    padding = shown | {name for name, role in roles.items() if role.kind == "padding"}
     lone = _lone_masks(inputs, padding)
     _read_sizes_beside(lone, lengths, sizes)
     try:
@@ -81,7 +82,7 @@ def cut_preamble(context: Context, lengths: Lengths, roles: Mapping[str, Role]) 
     batch, may_broadcast = _find_batch(cut.graph.inputs, filled, sizes, padding)
     masks = find_masks(made, filled, sizes)
     blanks = find_blanks(made, masks)
-    plain = find_plain(cut.graph, masks, blanks, filled, sizes, padding)
+    plain = find_plain(cut.graph, masks, blanks, filled, sizes, shown)
     for value in made:
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:
