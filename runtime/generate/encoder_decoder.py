@@ -57,6 +57,8 @@ class EncoderDecoder:
     """
 
     def __init__(self, sessions: Mapping[str, ModelRunner]) -> None:
+        if not isinstance(sessions, Mapping):
+            raise MisuseError(f"an EncoderDecoder takes a Pipeline, as in Pipeline('package'), not {sessions!r}")
         self.wiring: Wiring = find_wiring({name: session.manifest for name, session in sessions.items()})
         self._sessions = sessions
 

@@ -6,10 +6,12 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import NoReturn
 
 from splitc.runtime.adapters.held import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.named_sizes import NamedSizes
 from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.feeds.rows import join_batches
@@ -60,6 +62,11 @@ class Requests:
         if self._replicas is not None and sequence is not None:
             self._replicas.check_rows(sequence, feeds)
         self._admission.check_may_wait()
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(
+            "a session can't be copied, or sent to another process: open one there, with the package's path"
+        )
 
     def submit_request(self, request: InFlightRequest, here: bool = False) -> Future[InFlightRequest]:
         """Start a request with feeds that fit the inputs. Those of a sequence are checked: see `check_next`.

@@ -421,3 +421,9 @@ def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
 def test_what_an_encoder_takes_is_said(tensor_text: Path, shape: list[Any], said: str) -> None:
     manifest = read_manifest(tensor_text / "encoder_model")
     assert said in describe_encoder(replace(manifest, inputs=[Tensor("x", "float32", shape)]))
+
+
+def test_path_is_no_pipeline() -> None:
+    path: Any = "package"
+    with pytest.raises(MisuseError, match=r"takes a Pipeline, as in Pipeline\('package'\), not 'package'"):
+        EncoderDecoder(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -121,6 +123,14 @@ def test_python_ends_with_an_open_session(package: Path, ranks: str) -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (found.returncode, found.stdout, found.stderr) == (0, "leaving\n", "")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_session_is_not_copied_nor_sent(copied: Callable[[Session], object], package: Path) -> None:
+    with Session(package) as session:
+        with pytest.raises(MisuseError, match="a session can't be copied, or sent to another process: open one there"):
+            copied(session)
+        assert session.run(decoder_feeds())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
