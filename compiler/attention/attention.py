@@ -185,19 +185,10 @@ def _find_weighings(value: ir.Value, rank_of: RankOf) -> list[_Weighing]:
         elif value.is_graph_output() or (len(users) > 1 and not all(map(multiplies, users))):
             raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
-            found = [_read_weighing(user, value, transposed, rank_of) for user in users]
-            passes = tuple(passed)
+            passes, products = tuple(passed), [_read_weighing(user, value, transposed, rank_of) for user in users]
             return [
-                replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
-                for below in found
-            ]
-            weighings = [_read_weighing(user, value, transposed, rank_of) for user in users]
-            own = {"weights": straight, "guarded": guarded, "passed": tuple(passed), "cut": cut, "zeroed": zeroed_by}
-            return [replace(below, **own) for below in weighings]
-            passes = tuple(passed)
-            return [
-                replace(below, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
-                for below in (_read_weighing(user, value, transposed, rank_of) for user in users)
+                replace(product, weights=straight, guarded=guarded, passed=passes, cut=cut, zeroed=zeroed_by)
+                for product in products
             ]
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")

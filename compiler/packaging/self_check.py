@@ -227,13 +227,8 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
             ) from error
         compared = partial(compare, number_type=session.manifest.number_type)
         judged = judge(compared, whole, feeds, expected, made, unset=session.manifest.unset)
-        if judged.passed or not (name := whole.undefined(feeds)):
-        unset = _windows(plan.analysis).intersection(expected)
-        expected = {name: array for name, array in expected.items() if name not in unset}
-        judged = judge(compared, whole, feeds, expected, made)
-        note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
-        judged = replace(judged, notes=[*judged.notes, *([note] if unset else [])])
-        if (judged.passed and not undefined_outputs(expected)) or not (name := whole.undefined(feeds)):
+        undefined = set(undefined_outputs(expected)).difference(session.manifest.unset)
+        if (judged.passed and not undefined) or not (name := whole.undefined(feeds)):
             return _result(whole, judged)
         undecided = replace(judged, unsteady=f"'{name}' of the unsplit model is NaN for inputs of these sizes")
     return None if undecided is None else _result(whole, undecided)

@@ -21,7 +21,6 @@ from blake3 import blake3
 
 from splitc.compiler.graphs.lazy_tensors import CutTensor
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.reading.external_data import SMALL
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON

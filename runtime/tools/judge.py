@@ -57,8 +57,7 @@ def judge(
     left = [name for name in unset if name in expected]
     expected = {name: array for name, array in expected.items() if name not in left}
     note = f"not compared: {first_few(left)}, of which the model sets only the rows that are filled"
-    judged = Judged(compared(expected, actual), [note] if left else [])
-    judged = _without_undefined(Judged(compared(expected, actual), []), expected)
+    judged = _without_undefined(Judged(compared(expected, actual), [note] if left else []), expected)
     if not judged.passed:
         judged = _without_random(judged, compared(expected, whole.run(feeds)))
     if not judged.passed:

@@ -11,7 +11,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.inference.folding import known_array
 from splitc.compiler.inference.shapes import bind_shapes, infer_shapes, symbols_in
 from splitc.compiler.normal_form.graph import Graph
-from splitc.compiler.request.shapes import AskedShapes, parse_shapes
+from splitc.compiler.request.shapes import AskedShapes
 from splitc.compiler.sizes.inputs import input_sizes
 from splitc.compiler.states.states import find_states, growing_symbols
 from splitc.runtime.errors import MisuseError
