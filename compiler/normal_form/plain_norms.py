@@ -187,10 +187,11 @@ def center_first(node: ir.Node, editor: Editor) -> bool:
             if same is factor and mean is not None and mean.inputs[0] is data and _keeps_axes(mean):
                 centered = _centered(data, mean)
                 last = _weights_last(centered, factor, node, editor) or (centered, factor)
-                scaled = ir.node("Mul", last)
-                if bias is not None:
-                    scaled = ir.node("Add", [editor.before(node, "Mul", *last, dtype=data.dtype), bias])
-                editor.replace(node, scaled)
+                if bias is None:
+                    editor.replace(node, ir.node("Mul", last))
+                else:
+                    scaled = editor.before(node, "Mul", *last, dtype=data.dtype)
+                    editor.replace(node, ir.node("Add", [scaled, bias]))
                 return True
     return False
 
