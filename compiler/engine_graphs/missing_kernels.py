@@ -13,7 +13,7 @@ from splitc.compiler.engine_graphs.attention_nodes import LAST, Nodes, put_in_pl
 from splitc.compiler.engine_graphs.cpu_values import SMALL, runs_on_gpu
 from splitc.compiler.engine_graphs.skip_norms import known_shape
 from splitc.compiler.graphs.editor import Editor
-from splitc.compiler.graphs.matching import constant, is_onnx, made_by
+from splitc.compiler.graphs.matching import constant, is_onnx, made_by, only_user
 from splitc.compiler.graphs.origins import described, own_shape
 from splitc.compiler.graphs.reads import all_nodes
 from splitc.compiler.nodes import input_at, known_weight, settings_of
@@ -78,11 +78,7 @@ def _add_as_floats(node: ir.Node, editor: Editor) -> None:
     truth = None if cast is None else cast.inputs[0]
     if total is None or truth is None or constant(node.inputs[1]) != 0 or described(truth).dtype != ir.DataType.BOOL:
         return
-    if (
-        len(total.outputs[0].uses()) > 1
-        or total.outputs[0].is_graph_output()
-        or described(total.outputs[0]).dtype == WIDE
-    ):
+    if only_user(total.outputs[0], "Greater") is not node or described(total.outputs[0]).dtype == WIDE:
         return
     name = node.outputs[0].name
     number = editor.before(total, "Cast", truth, to=WIDE)
