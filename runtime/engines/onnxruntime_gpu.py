@@ -195,7 +195,9 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         _load_libraries()
         shared, communicator = self._place(path, options), options.communicator
         attention = partial(attention_for, gpu=self.index, unaligned_bias=options.entry.unaligned_bias)
-        opened = partial(self._open, path, (communicator, self._fuse(options.entry.fused)), shared or {}, attention)
+        search = "EXHAUSTIVE" if options.entry.tries_plans else "HEURISTIC"
+        operators = communicator, self._fuse(options.entry.fused)
+        opened = partial(self._open, path, operators, shared or {}, attention, search)
         shares = shared is not None and (options.entry.attends or options.entry.convolves)
         sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
         if communicator is not None and not communicator.capturable:
@@ -284,6 +286,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         operators: Sequence[Registered | None],
         weights: Mapping[str, ort.OrtValue],
         attention: Callable[[bool], contextlib.AbstractContextManager[Mapping[str, str]]],
+        search: str,
         captured: bool,
         known_shapes: bool,
     ) -> ort.InferenceSession:
@@ -302,9 +305,9 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
             "enable_cuda_graph": str(int(captured)),
-            # Of cuDNN's convolutions. To try them all, the default, takes longer, and found slower ones: a U-Net of 2.6
-            # billion parameters took 157 ms on an H200, and takes 72.
-            "cudnn_conv_algo_search": "HEURISTIC",
+            # For cuDNN's plans of convolutions. To try them all, the default, takes longer, and found slower ones: a
+            # U-Net of 2.6 billion parameters took 157 ms on an H200, and takes 72 with those that heuristics name.
+            "cudnn_conv_algo_search": search,
             # By doubling, an arena took 15.3 GB on an H200 where 13.6 are needed, for no gain in time.
             "arena_extend_strategy": "kSameAsRequested",
         }
