@@ -40,7 +40,7 @@ from splitc.runtime.session.session import choose_devices
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import bound_inputs, describe_reference, open_reference
-from splitc.runtime.units import plural
+from splitc.runtime.units import first_few, plural
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def check(
     report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
-    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
+    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs, or none can be compared."""
     model = _only_model(unsplit, option)
     check_outputs({"--report": report}, [package, model, comparison.inputs])
     check_report(report)
@@ -252,12 +252,12 @@ def _write_report(path: Path, package: Path, checks: Mapping[str, Checked], aske
 
 
 def _conclude(checked: Mapping[str, Checked], several: bool, where: str, as_json: bool) -> None:
-    """Say that all outputs agree. Raises OutputsDifferError if some do not."""
+    """Say that all outputs agree. Raises OutputsDifferError if some do not, or if a model has none to compare."""
     count = sum(len(result.outputs) for result in checked.values())
     failed = [f"{name}.{output}" if several else output for name, result in checked.items() for output in result.failed]
     if failed:
         raise OutputsDifferError(f"{len(failed)} of {count} outputs differ beyond tolerance: {', '.join(failed)}")
-    if not as_json and count:
+    if silent := [name for name, result in checked.items() if not result.outputs]:
+        raise OutputsDifferError(f"no output can be compared {f'of {first_few(silent)}' if several else where}")
+    if not as_json and checked:
         out.print(Text.assemble((f"{count} of {count} outputs agree", "green"), f" {where}"))
-    elif not as_json:
-        out.print(f"no output was compared {where}")
