@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from splitc.runtime.log import LOG
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.threads.progress import counting
 
@@ -61,7 +60,7 @@ class Awaited(Future[T]):
             return super().cancel()
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call a function with the future when the request has ended. What it raises is only logged, as Future does.
+        """Call a function with the future when the request has ended. Future logs what it raises, and goes on.
 
         That includes SystemExit: it would end a thread that others wait for, and not the program.
         """
@@ -72,8 +71,10 @@ class Awaited(Future[T]):
 def _called(fn: Callable[[Future[T]], object], future: Future[T]) -> None:
     try:
         fn(future)
-    except BaseException:
-        LOG.exception("a callback of a request failed")
+    except Exception:
+        raise
+    except BaseException as error:
+        raise RuntimeError("a callback of a request can't end the program") from error
 
 
 def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
