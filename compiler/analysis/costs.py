@@ -230,6 +230,11 @@ class Costs:
         adding = self._bias_bytes(node) / speed.bytes if speed.is_gpu else 0.0
         return max(computing, moving) + speed.exposed * min(computing, moving) + adding
 
+    def steps(self, node: ir.Node) -> int:
+        """The steps that a node takes one after another; 0 if it is no recurrent network."""
+        steps = operator_of(node).steps
+        return 0 if steps is None else steps(self.shapes_of(node)[0])
+
     def _bias_bytes(self, node: ir.Node) -> int:
         """The bytes that are read and written to add a bias in a kernel of its own; 0 if that is not done."""
         place = operator_of(node).gpu_bias

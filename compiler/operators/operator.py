@@ -86,6 +86,8 @@ class Operator:
     # Engines.
     is_attention: bool = False  # it is attention, whose kernel ONNX Runtime chooses by shape
     gpu_passes: float = 1.0  # on GPUs it takes as long as so many reads of its inputs and writes of its outputs
+    # The steps that it takes one after another, from its inputs' shapes: on GPUs each has kernels of its own.
+    steps: Callable[[Shapes], int] | None = None
     gpu_bias: int | None = None  # the input that engines for GPUs add to the output in a kernel of its own
     crashes_without: int | None = None  # an optional input without which ONNX Runtime before 1.32 crashes on the CPU
     crashes_empty: tuple[int, ...] = ()  # axes of its first input: ONNX Runtime crashes on the CPU if one has size 0

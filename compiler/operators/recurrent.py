@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import onnx_ir as ir
 
@@ -16,6 +17,11 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     if len(inputs[0]) != 3:
         return math.prod(outputs[0])
     return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))
+
+
+def recurrent_steps(inputs: Shapes) -> int:
+    """Those of all directions, which cuDNN computes one after another."""
+    return inputs[0][0] * inputs[1][0] if len(inputs[0]) == len(inputs[1]) == 3 else 0
 
 
 def recurrent(op: Operation) -> None:
@@ -32,10 +38,11 @@ def recurrent(op: Operation) -> None:
         op.directions = op.input(1)[0] if op.has(1) else ()
 
 
+network = partial(Operator, axes=recurrent, flops=recurrent_flops, steps=recurrent_steps)
 OPERATORS = (
-    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=(0, 1), scratch=scratch.recurrent),
-    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=(1,), scratch=scratch.recurrent),
-    Operator("RNN", recurrent, recurrent_flops, states={1: 5}, scratch=scratch.simple_recurrent),
+    network("GRU", states={1: 5}, crashes_empty=(0, 1), scratch=scratch.recurrent),
+    network("LSTM", states={1: 5, 2: 6}, crashes_empty=(1,), scratch=scratch.recurrent),
+    network("RNN", states={1: 5}, scratch=scratch.simple_recurrent),
     Operator(
         "com.microsoft.DynamicQuantizeLSTM",
         flops=recurrent_flops,

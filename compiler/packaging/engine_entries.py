@@ -7,7 +7,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from splitc.compiler.engine_graphs.convolution_plans import may_lack_plan
 from splitc.compiler.engine_graphs.cpu_values import decides_by_data, why_not_captured
 from splitc.compiler.engine_graphs.few_rows import FEW_ROWS, inside_copied
 from splitc.compiler.engine_graphs.gpu_functions import DOMAIN as FUSED
@@ -67,7 +66,6 @@ def written_fields(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
     return {
         "attends": any(operator_of(node).is_attention for node in graph.all_nodes()),
         "unaligned_bias": on_gpu and adds_unaligned_bias(graph),
-        "tries_plans": on_gpu and may_lack_plan(graph),
         "experts": on_gpu and any(node.op_type == EXPERTS for node in graph.all_nodes()),
         "control_flow": by_data,
         "branches_by_sizes": branches and not by_data,

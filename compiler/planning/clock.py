@@ -53,6 +53,7 @@ class Pace:
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
+            took = max(took, profile.step * costs.steps(node))
             total += launch + max(least, took) + (profile.attention_start if operator.is_attention else 0.0)
         return total
 

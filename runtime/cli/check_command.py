@@ -159,7 +159,10 @@ def check(
     report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
-    """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs, or none can be compared."""
+    """Compare a package with the unsplit model on the same inputs.
+
+    Exits with 4 if an output differs, or none can be compared.
+    """
     model = _only_model(unsplit, option)
     check_outputs({"--report": report}, [package, model, comparison.inputs])
     check_report(report)

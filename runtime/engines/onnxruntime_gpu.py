@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
 from splitc.runtime.gpu.weights import SwappedWeights, place_weights
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.log import LOG
 from splitc.runtime.package.fused import Fused
 
 PROVIDER = "CUDAExecutionProvider"
@@ -58,10 +59,26 @@ NOT_ON_GPUS = (
 )
 
 
+# How cuDNN's plans of convolutions are searched for. To try all plans, ONNX Runtime's default, takes longer, and finds
+# slower ones: on an H200 a U-Net of 2.6 billion parameters took 157 ms with it, and takes 72 with those that heuristics
+# name. But they name none for some convolutions of halves, as of 512 channels with a dilation of 12, by no rule that we
+# know: of 369 usual ones for 24. Then a request fails, and is run again with the next search. The second one has an
+# axis as the last of two instead of the first, and 18 had none with it.
+_HEURISTIC = {"cudnn_conv_algo_search": "HEURISTIC"}
+SEARCHES: Sequence[Mapping[str, str]] = (
+    _HEURISTIC,
+    {**_HEURISTIC, "cudnn_conv1d_pad_to_nc1d": "1"},
+    {"cudnn_conv_algo_search": "EXHAUSTIVE"},
+)
+# In the message of a convolution without a plan.
+NO_PLAN = "HEURISTIC_QUERY_FAILED"
+
+
 class OnnxRuntimeGpuEngine:
     """One ONNX file. `run` launches work on the GPU's stream and does not wait for it.
 
-    The first of its `sessions` runs most requests, the last one captured requests. They share `weights`.
+    The first of its `sessions` runs most requests, the last one captured requests. They share `weights`. The `others`
+    are opened when they are asked for, with other searches for plans of convolutions.
     """
 
     def __init__(
@@ -74,15 +91,19 @@ class OnnxRuntimeGpuEngine:
         capture_blocker: str | None,
         weights: Mapping[str, ort.OrtValue],
         limit: int | None,
+        others: Iterator[Sequence[ort.InferenceSession]],
     ) -> None:
         self._name = name
         self._limit = limit
         self.capture_blocker = capture_blocker
-        self._session = session = sessions[0]
         self._gpu = gpu
         self._options = options
         self._weights = weights
-        self._bindings = [KeptBinding(opened, ("cuda", gpu.index)) for opened in sessions]
+        self._others = others
+        # Those of earlier searches whose captured requests use their memory.
+        self._former: list[Sequence[KeptBinding]] = []
+        self._bind(sessions)
+        session = sessions[0]
         self.inputs = [value.name for value in session.get_inputs()]
         self.optional = frozenset(value.name for value in session.get_overridable_initializers())
         self.outputs = output_names(session)
@@ -95,6 +116,10 @@ class OnnxRuntimeGpuEngine:
         self._types = {value.name: read_type(value.type) for value in session.get_outputs()}
         # By the shapes of the inputs, the latest last.
         self._seen: OrderedDict[Any, _Seen] = OrderedDict()
+
+    def _bind(self, sessions: Sequence[ort.InferenceSession]) -> None:
+        self._session = sessions[0]
+        self._bindings = [KeptBinding(opened, ("cuda", self._gpu.index)) for opened in sessions]
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         if not self.optional.isdisjoint(values):
@@ -114,10 +139,24 @@ class OnnxRuntimeGpuEngine:
             how = shrinking if self._gpu.use is Use.LAST and len(self._bindings) > 1 else plain
             given = self._bindings[-1 if captured else 0].run(inputs, on_host, into, how)
         except ERRORS as error:
+            if NO_PLAN in str(error) and self._search_on():
+                return self.run(values, into)
             raise failed(f"{self._name} on {self._gpu.name}", str(error), self._limit, values) from error
         outputs = [_shape_of(name, given, into) for name in self.outputs] if seen is None else seen.outputs
         self._remember(shapes, _Seen(outputs, captured or (seen is not None and seen.prepared)))
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
+
+    def _search_on(self) -> bool:
+        """Open the engine with the next search for plans of convolutions. Returns whether there was one."""
+        sessions = next(self._others, None)
+        if sessions is None:
+            return False
+        if any(seen.prepared for seen in self._seen.values()):
+            self._former.append(self._bindings)
+        self._bind(sessions)
+        self._seen.clear()
+        LOG.info("%s on %s: another search for plans of convolutions, since one has none", self._name, self._gpu.name)
+        return True
 
     def _remember(self, shapes: Any, seen: _Seen) -> None:
         self._seen[shapes] = seen
@@ -195,11 +234,13 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         _load_libraries()
         shared, communicator = self._place(path, options), options.communicator
         attention = partial(attention_for, gpu=self.index, unaligned_bias=options.entry.unaligned_bias)
-        search = "EXHAUSTIVE" if options.entry.tries_plans else "HEURISTIC"
         operators = communicator, self._fuse(options.entry.fused)
-        opened = partial(self._open, path, operators, shared or {}, attention, search)
+        opened = partial(self._open, path, operators, shared or {}, attention)
         shares = shared is not None and (options.entry.attends or options.entry.convolves)
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
+        # An engine that waits for others can't run again: they would be in the midst of the run that failed.
+        searches = SEARCHES[: None if communicator is None else 1]
+        tried = (self._open_sessions(path.name, partial(opened, search), shares, options) for search in searches)
+        sessions, capture_blocker = next(tried)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -211,7 +252,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         is_captured = self._cuda_graphs and options.replays and capture_blocker is None
         run_options = self._run_options_for(is_captured, communicator is None)
         how = run_options, options.entry.sizes_only, capture_blocker, shared or {}, self._limit
-        return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
+        return OnnxRuntimeGpuEngine(path.name, sessions, self, *how, (others for others, _ in tried))
 
     def _run_options_for(self, is_captured: bool, is_alone: bool) -> Sequence[ort.RunOptions]:
         """Those of an engine, of which a session is opened for captures or not, and which waits for no other rank.
@@ -286,7 +327,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         operators: Sequence[Registered | None],
         weights: Mapping[str, ort.OrtValue],
         attention: Callable[[bool], contextlib.AbstractContextManager[Mapping[str, str]]],
-        search: str,
+        search: Mapping[str, str],
         captured: bool,
         known_shapes: bool,
     ) -> ort.InferenceSession:
@@ -305,9 +346,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             "user_compute_stream": str(self.stream.ptr),
             "use_tf32": "0",  # float32 is computed in full precision
             "enable_cuda_graph": str(int(captured)),
-            # For cuDNN's plans of convolutions. To try them all, the default, takes longer, and found slower ones: a
-            # U-Net of 2.6 billion parameters took 157 ms on an H200, and takes 72 with those that heuristics name.
-            "cudnn_conv_algo_search": search,
+            **search,
             # By doubling, an arena took 15.3 GB on an H200 where 13.6 are needed, for no gain in time.
             "arena_extend_strategy": "kSameAsRequested",
         }

@@ -49,6 +49,7 @@ class DeviceProfile:
     - `engine_start`: to start an engine, beyond its computation; on GPUs as part of a CUDA graph.
     - `kernel`: the time of a kernel with almost no work.
     - `launch`: what each kernel takes beyond its work, to start and to drain.
+    - `step`: of a recurrent network, one of the steps that follow each other.
     - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide.
     - `attention`: the share of `flops` that attention as one operator reaches; `attention_start`: what it takes beyond.
     - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
@@ -68,6 +69,7 @@ class DeviceProfile:
     more_ranks: float = 1.0
     kernel: float = 0.0
     launch: float = 0.0
+    step: float = 0.0
     exposed: float = 0.5
     attention: float = 1.0
     attention_start: float = 0.0
@@ -98,6 +100,8 @@ CPU = DeviceProfile(
 #   of their measured time in sum. Products reach 400 to 775 TFLOP/s.
 # - `attention`, `attention_start`: cuDNN's attention reaches 125 TFLOP/s (8 x 257 tokens, 16 heads of 80), 300
 #   (2 x 1,024, 20 of 64), 515 (2 x 4,096, 10 of 64) and 690 (4,608, 24 of 128), or 536 for the last within FLUX.1-dev.
+# - `step`: cuDNN's LSTMs and GRUs take 14 to 20 microseconds for each of 50 to 1,000 steps of 1 to 32 sequences with
+#   128 to 1,024 units, eagerly; replayed, 450 steps of an audio codec take 7 each.
 # - `cold_link`; `engine_bytes` at the peak of a decoder in tensor mode (20 MiB after loading).
 # - `communicator_bytes` and `peer_bytes`: 0.7 GiB on two GPUs, 1.0 on four, little without peer access.
 # - `kernel_copy_bytes`: a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
@@ -115,6 +119,7 @@ HOPPER = DeviceProfile(
     engine_start=2e-6,
     more_ranks=0.25,
     launch=2.5e-6,
+    step=7e-6,
     exposed=0.15,
     attention=0.66,
     attention_start=8e-6,

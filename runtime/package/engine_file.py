@@ -72,7 +72,6 @@ class EngineFile(Struct, frozen=True):
     - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
     - `attends`, `convolves`: whether it has attention operators, or convolutions.
     - `unaligned_bias`: whether attention on a GPU adds a bias whose rows may have any length.
-    - `tries_plans`: whether cuDNN tries all plans of its convolutions on a GPU: its heuristics may have none.
     - `experts`: whether it has the operator MoE, on a GPU.
     - `data_sizes`, `control_flow`: whether data decide sizes inside it, as NonZero's, or what it runs.
     - `branches_by_sizes`: whether it has an If that sizes alone decide: with known sizes it can be captured on a GPU.
@@ -92,7 +91,6 @@ class EngineFile(Struct, frozen=True):
     attends: bool = True
     convolves: bool = True
     unaligned_bias: bool = False
-    tries_plans: bool = False
     experts: bool = False
     data_sizes: bool = False
     control_flow: bool = False

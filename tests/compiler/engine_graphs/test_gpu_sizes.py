@@ -214,6 +214,25 @@ def test_whether_any_is_true_is_asked_in_single_precision(tmp_path: Path) -> Non
             np.testing.assert_array_equal(made[name], expected)
 
 
+@pytest.mark.parametrize("count", [32, 33, 1100])
+def test_very_many_are_joined_in_groups(count: int, tmp_path: Path) -> None:
+    """As the steps of a loop that was unrolled are. ONNX Runtime captures no Concat of more than 32."""
+
+    def joined(block: Block, x: ir.Value) -> None:
+        rows = [block.op("Mul", x, block.constant(float(number), np.float32)) for number in range(count)]
+        block.give(block.op("Concat", *rows, axis=1), shape=["n", 8 * count])
+
+    model, block = written(tmp_path, joined)
+    graph = ir.load(model)
+    keep_on_gpu(graph.graph, {})
+    sizes = [len(node.inputs) for node in graph.graph if node.op_type == "Concat"]
+    assert max(sizes) <= 32 and (len(sizes) == 1) == (count <= 32)
+    ir.save(graph, tmp_path / "kept.onnx")
+    feeds = {"x": block.random("x", 3, 8)}
+    for name, expected in run_whole(model, feeds).items():
+        np.testing.assert_array_equal(run_whole(tmp_path / "kept.onnx", feeds)[name], expected)
+
+
 def test_a_list_is_as_long_as_it_is_on_its_rank(tmp_path: Path) -> None:
     """Places that are computed from sizes may be sharded: a rank has three of six."""
     model, _ = written(tmp_path, lambda block, x: spread(block, x, 3))

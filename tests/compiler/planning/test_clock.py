@@ -16,6 +16,7 @@ from splitc.compiler.planning.clock import Clock, rank_speed
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.machine import Machine, MeasuredSpeed
 from splitc.runtime.hardware.profiles import CPU, HOPPER, HOST, Link
+from tests.helpers.blocks import Block
 
 
 def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +87,16 @@ def test_attention_on_a_gpu_starts_as_slowly_for_half_of_its_heads(tmp_path: Pat
         assert 2 * half - whole == pytest.approx(profile.launch + profile.attention_start, abs=1e-12)
         meetings[device] = times.meeting(1.0)
     assert 1 < meetings["cuda0"] < meetings["cpu0"]
+
+
+def test_a_gpu_takes_the_steps_of_a_recurrent_network_one_after_another(tmp_path: Path) -> None:
+    block, steps, wide = Block(), 200, 16
+    weights = [block.w(name, 2, 4 * wide, wide) for name in "wr"]
+    data = block.data("x", (steps, 2, wide))
+    (made,) = block.ops("LSTM", data, *weights, outputs=1, hidden_size=wide, direction="bidirectional")
+    block.give(made, shape=[steps, 2, 2, wide])
+    save(block.model(), tmp_path / "model.onnx")
+    for device, least, most in (("cuda0", 2 * steps * HOPPER.step, 3 * steps * HOPPER.step), ("cpu0", 0.0, 5e-4)):
+        plan = plan_model(tmp_path / "model.onnx", [device], Request(memory=("8GiB",)))
+        node = next(node for node in plan.analysis.graph.nodes if node.op_type == "LSTM")
+        assert least <= Clock(plan.analysis, plan.ranks, Machine(), 1).seconds(plan.ranks[0], [node], 1) < most

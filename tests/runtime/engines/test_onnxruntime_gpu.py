@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,9 @@ from splitc.runtime.engines import LoadOptions, onnxruntime_gpu
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnx_session import open_onnx
-from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
-from splitc.runtime.errors import PackageError
+from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend, OnnxRuntimeGpuEngine
+from splitc.runtime.errors import EngineError, PackageError
+from splitc.runtime.gpu.array import Use
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions, EngineFile, Weight
@@ -106,6 +109,56 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
         how = LoadOptions(EngineFile("", [], [], branches_by_sizes=branches))
         sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares, how)  # type: ignore[arg-type,return-value]
         assert (sessions, why) == ([*expected[:-1], (option, shares)], None)
+
+
+class Bound:
+    """A session and its binding: fails as a convolution without a plan does, or computes nothing."""
+
+    def __init__(self, has_plan: bool) -> None:
+        self.has_plan = has_plan
+
+    def run(self, *_: Any) -> dict[str, Any]:
+        if not self.has_plan:
+            raise RuntimeError("Conv: CUDNN_FE failure 8: HEURISTIC_QUERY_FAILED")
+        return {}
+
+
+def engine(searches: Sequence[bool], monkeypatch: pytest.MonkeyPatch) -> OnnxRuntimeGpuEngine:
+    """An engine of which each of these searches finds plans for all convolutions, or not."""
+    monkeypatch.setattr(onnxruntime_gpu, "KeptBinding", lambda session, device: session)
+    made = OnnxRuntimeGpuEngine.__new__(OnnxRuntimeGpuEngine)
+    made._gpu = SimpleNamespace(  # type: ignore[assignment]
+        name="cuda0", index=0, use=Use.USUAL, tape=None, download=lambda values: {}
+    )
+    made._name, made._limit, made._options, made._seen = "stage0.onnx", None, (None, None), OrderedDict()  # type: ignore[assignment]
+    made._on_host, made._sizes_on_host, made._former = set(), set(), []
+    made.inputs, made.optional, made.outputs = [], frozenset(), ["y"]
+    first, *others = ([Bound(has_plan)] for has_plan in searches)
+    made._others = iter(others)  # type: ignore[arg-type]
+    made._bind(first)  # type: ignore[arg-type]
+    return made
+
+
+def test_a_request_without_a_plan_runs_with_the_next_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    into = {"y": SimpleNamespace(shape=(1,))}
+    found = engine([False, False, True], monkeypatch)
+    assert found.run({}, into) == into
+    assert found.run({}, into) == into and not found._former
+    none = engine([False, False], monkeypatch)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^stage0.onnx on cuda0 failed: .*HEURISTIC_QUERY_FAILED"):
+            none.run({}, into)
+
+
+def test_what_was_captured_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that other shapes ask for must not free what replays of earlier shapes use."""
+    found = engine([True, True], monkeypatch)
+    first = found._bindings
+    found._gpu.use = Use.CAPTURED
+    found.run({}, {"y": SimpleNamespace(shape=(1,))})
+    first[0].has_plan = False  # type: ignore[attr-defined]
+    found.run({}, {"y": SimpleNamespace(shape=(1,))})
+    assert found._former == [first] and found._bindings is not first
 
 
 @pytest.mark.usefixtures("gpus")
