@@ -72,6 +72,10 @@ SEARCHES: Sequence[Mapping[str, str]] = (
 )
 # In the message of a convolution without a plan.
 NO_PLAN = "HEURISTIC_QUERY_FAILED"
+NO_WAY_BACK = (
+    "cuDNN's heuristics have no plan for a convolution, and an engine that waits for other ranks can't run again with "
+    "another search; compile with --split-mode layer or batch, or from a model in float32. "
+)
 
 
 class OnnxRuntimeGpuEngine:
@@ -141,7 +145,8 @@ class OnnxRuntimeGpuEngine:
         except ERRORS as error:
             if NO_PLAN in str(error) and self._search_on():
                 return self.run(values, into)
-            raise failed(f"{self._name} on {self._gpu.name}", str(error), self._limit, values) from error
+            why = f"{NO_WAY_BACK}{error}" if NO_PLAN in str(error) else str(error)
+            raise failed(f"{self._name} on {self._gpu.name}", why, self._limit, values) from error
         outputs = [_shape_of(name, given, into) for name in self.outputs] if seen is None else seen.outputs
         self._remember(shapes, _Seen(outputs, captured or (seen is not None and seen.prepared)))
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
