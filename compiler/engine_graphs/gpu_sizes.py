@@ -20,8 +20,8 @@ from splitc.compiler.engine_graphs.cpu_values import Read, place_values, runs_on
 from splitc.compiler.engine_graphs.decomposed_attention import decompose_attention
 from splitc.compiler.engine_graphs.few_rows import copy_matrices_of_few_rows
 from splitc.compiler.engine_graphs.fused_experts import fuse_experts
-from splitc.compiler.engine_graphs.missing_kernels import WHOLE, describe, give_kernel, use_older_opset, widen
-from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.engine_graphs.missing_kernels import WHOLE, give_kernel, use_older_opset, widen
+from splitc.compiler.graphs.editor import Editor, describe
 from splitc.compiler.graphs.origins import described, own_shape
 from splitc.compiler.graphs.unused import remove_unused
 from splitc.compiler.graphs.walks import reached

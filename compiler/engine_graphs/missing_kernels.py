@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from splitc.compiler.engine_graphs.attention_nodes import LAST, Nodes, put_in_place
+from splitc.compiler.engine_graphs.attention_nodes import Nodes, put_in_place
+from splitc.compiler.engine_graphs.convolutions import add_axis, has_no_plan, pad_evenly
 from splitc.compiler.engine_graphs.cpu_values import SMALL, runs_on_gpu
-from splitc.compiler.engine_graphs.skip_norms import known_shape
-from splitc.compiler.graphs.editor import Editor
+from splitc.compiler.graphs.editor import Editor, describe
 from splitc.compiler.graphs.matching import constant, is_onnx, made_by, only_user
 from splitc.compiler.graphs.origins import described, own_shape
 from splitc.compiler.graphs.reads import all_nodes
@@ -20,7 +20,6 @@ from splitc.compiler.nodes import input_at, inputs_of, known_weight, settings_of
 from splitc.compiler.operators.gpu_kernels import (
     HALVES,
     LAST_OPSET,
-    ONE_AXIS,
     has_gpu_kernel,
     is_too_new,
     typed_input,
@@ -33,8 +32,6 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
 # The most inputs of a Concat that ONNX Runtime 1.31 captures (core/providers/cuda/tensor/concat.cc).
 MOST_JOINED = 32
-# The first axis of an image that is padded, or that a kernel moves along.
-FIRST = 2
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 _INT32, _INT64, _DOUBLE = ir.DataType.INT32, ir.DataType.INT64, ir.DataType.DOUBLE
 # Wider types by type, the best first.
@@ -59,11 +56,11 @@ def give_kernel(node: ir.Node, editor: Editor) -> None:
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
     if node.op_type == "ConvTranspose" and not node.domain:
-        _pad_evenly(node, editor)
+        pad_evenly(node, editor)
     if is_onnx(node, "Concat"):
         _join_in_groups(node, editor)
     if is_onnx(node, "Conv"):
-        _add_axis(node, editor)
+        add_axis(node, editor)
     if is_onnx(node, "Greater"):
         _add_as_floats(node, editor)
     value = node.inputs[0] if node.inputs else None
@@ -177,117 +174,17 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
         editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
 
 
-def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
-    """Set a new value's name, type and shape."""
-    value.name, value.shape = name, shape
-    value.type = None if dtype is None else ir.TensorType(dtype)
-
-
-def _pad_evenly(node: ir.Node, editor: Editor) -> None:
-    """Write the pads of a ConvTranspose as the same at both ends, in place, if they are known.
-
-    cuDNN takes one number for both ends of an axis. Others, as Keras' "same" with a kernel of 3 and a stride of 2 has
-    them, ONNX Runtime leaves to the CPU. With the lesser number at both ends the result is longer, and the rest is
-    sliced off.
-    """
-    befores, afters = _pads(node)
-    evens = [min(pair) for pair in zip(befores, afters, strict=True)]
-    if not evens:
-        return
-    for name in ("auto_pad", "output_shape"):
-        node.attributes.pop(name, None)
-    node.attributes["pads"] = ir.AttrInt64s("pads", [*evens, *evens])
-    if befores == afters:
-        return
-    starts = [before - even for before, even in zip(befores, evens, strict=True)]
-    ends = [even - after or LAST for after, even in zip(afters, evens, strict=True)]
-    made, axes = node.outputs[0], range(FIRST, FIRST + len(evens))
-    bounds, attributes = editor.lists("Slice", starts=starts, ends=ends, axes=axes)
-    editor.wrap(made, "Slice", [made, *bounds], "longer", **attributes)
-    made.shape = None
-
-
-def _add_axis(node: ir.Node, editor: Editor) -> None:
-    """Compute a depthwise convolution over one axis as one over the last of two, in place.
-
-    ONNX Runtime adds the other axis behind it, for which cuDNN's heuristics name a slow plan: 1,024 channels, a kernel
-    of 31 and 500 frames, as in encoders of speech, take 4.5 ms on an H200, and so 0.02.
-    """
-    data, weight = node.inputs[:2]
-    shape = None if weight is None else weight.shape
-    if shape is None or len(shape) != ONE_AXIS or shape[:2] != (node.attributes.get_int("group", 1), 1):
-        return
-    axes, attributes = editor.lists("Unsqueeze", axes=[FIRST])
-    made, name = node.outputs[0], node.outputs[0].name
-    for number, value in enumerate((data, weight)):
-        assert value is not None
-        wide = editor.before(node, "Unsqueeze", value, *axes, **attributes)
-        describe(wide, f"{name}/wide{number}", described(value).dtype, _with_axis(own_shape(value)))
-        node.replace_input_with(number, wide)
-    for key in ("kernel_shape", "strides", "dilations"):
-        if (given := node.attributes.get_ints(key)) is not None:
-            node.attributes[key] = ir.AttrInt64s(key, [1, *given])
-    if (pads := node.attributes.get_ints("pads")) is not None:
-        node.attributes["pads"] = ir.AttrInt64s("pads", [0, pads[0], 0, pads[1]])
-    editor.wrap(made, "Squeeze", [made, *axes], "wide", **attributes)
-    made.shape = None
-
-
-def _with_axis(shape: ir.Shape | None) -> ir.Shape | None:
-    return None if shape is None else ir.Shape([*shape[:FIRST], 1, *shape[FIRST:]])
-
-
-def _pads(node: ir.Node) -> tuple[list[int], list[int]]:
-    """The numbers before and after each axis; none if they depend on sizes that are not known.
-
-    See ComputeTransposePadAndOutputShape in ONNX Runtime's core/providers/cpu/nn/conv_transpose_attributes.h.
-    """
-    given = node.attributes
-    kind, pads = given.get_string("auto_pad", "NOTSET"), list(given.get_ints("pads", ()))
-    if kind == "VALID" or (kind == "NOTSET" and "output_shape" not in given):
-        return pads[: len(pads) // 2], pads[len(pads) // 2 :]
-    totals = _totals(node)
-    lesser, greater = [total // 2 for total in totals], [total - total // 2 for total in totals]
-    return (lesser, greater) if kind == "SAME_UPPER" else (greater, lesser)
-
-
-def _totals(node: ir.Node) -> list[int]:
-    """How much is cut off of each axis, at both ends together, where the result's sizes decide that."""
-    given = node.attributes
-    kernel = given.get_ints("kernel_shape", _spatial(node.inputs[1]))
-    ones, zeros = [1] * len(kernel), [0] * len(kernel)
-    strides, dilations = given.get_ints("strides", ones), given.get_ints("dilations", ones)
-    wanted = given.get_ints("output_shape", ())[-len(kernel) :]
-    # If no sizes are given, the result is as long as its input times the stride, and any length gives the same total.
-    lengths = _spatial(node.inputs[0]) if wanted else zeros
-    if len(lengths) != len(kernel):
-        return []
-    axes = zip(
-        lengths, strides, kernel, dilations, given.get_ints("output_padding", zeros), wanted or zeros, strict=True
-    )
-    return [
-        max(0, (length - 1) * stride + (size - 1) * dilation + 1 + more - own)
-        for length, stride, size, dilation, more, own in axes
-    ]
-
-
-def _spatial(value: ir.Value | None) -> list[int]:
-    """The sizes of an image or a kernel; none unless all are numbers."""
-    sizes = list((known_shape(value) or ())[FIRST:]) if value is not None else []
-    numbers = [size for size in sizes if isinstance(size, int)]
-    return numbers if numbers == sizes else []
-
-
 def widen(node: ir.Node, editor: Editor) -> None:
     """Insert casts around a node, perhaps in a branch, that has a kernel for a wider type but none for its own.
 
     ONNX Runtime has few CUDA kernels for bfloat16, and its CPU provider has hardly any either, so it would not load
-    such a graph. Of float16 it lacks GridSample. Kernels for halves compute in float32 too, and round their results
-    once. Small integers and booleans have the same results in a wider type, to the bit.
+    such a graph. Of float16 it lacks GridSample, and cuDNN has no plan for some convolutions. Kernels for halves
+    compute in float32 too, and round their results once. Small integers and booleans have the same results in a wider
+    type, to the bit.
     """
     first, types = typed_input(node), [None if value is None else described(value).dtype for value in node.inputs]
     narrow = types[first] if len(types) > first else None
-    if narrow not in WIDER or has_gpu_kernel(node, narrow):
+    if narrow not in WIDER or (has_gpu_kernel(node, narrow) and not has_no_plan(node)):
         return
     wide = next((dtype for dtype in WIDER[narrow] if has_gpu_kernel(node, dtype)), None)
     if wide is None or (narrow not in HALVES and (node.domain or node.op_type not in EXACT)):

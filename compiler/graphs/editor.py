@@ -40,6 +40,12 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     return value
 
 
+def describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+    """Set a new value's name, type and shape."""
+    value.name, value.shape = name, shape
+    value.type = None if dtype is None else ir.TensorType(dtype)
+
+
 class Editor:
     """A graph while it is rewritten. A value that replaces another one takes over its name."""
 

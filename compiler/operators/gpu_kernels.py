@@ -118,9 +118,6 @@ BFLOAT16 = frozenset(
 RECURRENT = {"GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh"), "RNN": ("tanh",)}
 UNKNOWN_TO_CUDNN = frozenset({"activation_alpha", "activation_beta", "clip"})
 PEEPHOLES = 7
-# The number of axes of the weight of a convolution over one axis, and the most elements that a kernel of it spans for
-# which cuDNN's heuristics have a plan in half precision.
-ONE_AXIS, WIDEST = 3, 30
 # Operators whose versions after this opset have no kernels.
 LAST_OPSET = 21
 ENDED = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
@@ -163,32 +160,12 @@ def _is_left_to_the_cpu(node: ir.Node) -> bool:
     return given.get_int("input_forget", 0) != 0 or any(node.inputs[PEEPHOLES : PEEPHOLES + 1])
 
 
-def _has_no_plan(node: ir.Node, dtype: ir.DataType | None) -> bool:
-    """Whether cuDNN's heuristics may have no plan for a convolution of halves over one axis, as it is wide.
-
-    Of 1,087 on an H200 (ONNX Runtime 1.31) 124 had none, 122 of which span more than 30 elements: the positions of
-    wav2vec 2.0, with 16 groups and a kernel of 128, or the dilations of audio codecs. In single precision all had one,
-    and those of wav2vec took 0.8 ms, where of all plans for halves the best took 1.9. Depthwise ones have plans.
-    """
-    if dtype not in HALVES or operator_name(node) not in ("Conv", "ConvTranspose"):
-        return False
-    weight = node.inputs[1]
-    shape = None if weight is None else weight.shape
-    if shape is None or len(shape) != ONE_AXIS or shape[:2] == (node.attributes.get_int("group", 1), 1):
-        return False
-    kernel, (dilation,) = shape[-1], node.attributes.get_ints("dilations", (1,))
-    return isinstance(kernel, int) and (kernel - 1) * dilation + 1 > WIDEST
-
-
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
-    """Whether ONNX Runtime has a CUDA kernel for the node. `dtype` is the type of its `typed_input`, if known.
-
-    A convolution needs a plan of cuDNN's.
-    """
+    """Whether ONNX Runtime has a CUDA kernel for the node. `dtype` is the type of its `typed_input`, if known."""
     name = operator_name(node)
     if name in MISSING or name.startswith(MISSING_FROM) or is_too_new(node):
         return False
-    if _is_left_to_the_cpu(node) or _has_no_plan(node, dtype):
+    if _is_left_to_the_cpu(node):
         return False
     if name == GROUPED and all(any(node.inputs[place : place + 1]) for place in SINKS_AND_BIAS):
         return False  # kernels that support sinks take no bias

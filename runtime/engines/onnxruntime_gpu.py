@@ -21,6 +21,7 @@ from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Backend, LoadOptions
+from splitc.runtime.engines.convolution_plans import NO_PLAN, NO_WAY_BACK, SEARCHES
 from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
@@ -56,25 +57,6 @@ NOT_ON_GPUS = (
     "BiasSoftmaxFusion",
     "WeightBiasQuantization",
     "GatherSliceToSplitFusion",
-)
-
-
-# How cuDNN's plans of convolutions are searched for. To try all plans, ONNX Runtime's default, takes longer, and finds
-# slower ones: on an H200 a U-Net of 2.6 billion parameters took 157 ms with it, and takes 72 with those that heuristics
-# name. But they name none for some convolutions of halves, as of 512 channels with a dilation of 12, by no rule that we
-# know: of 369 usual ones for 24. Then a request fails, and is run again with the next search. The second one has an
-# axis as the last of two instead of the first, and 18 had none with it.
-_HEURISTIC = {"cudnn_conv_algo_search": "HEURISTIC"}
-SEARCHES: Sequence[Mapping[str, str]] = (
-    _HEURISTIC,
-    {**_HEURISTIC, "cudnn_conv1d_pad_to_nc1d": "1"},
-    {"cudnn_conv_algo_search": "EXHAUSTIVE"},
-)
-# In the message of a convolution without a plan.
-NO_PLAN = "HEURISTIC_QUERY_FAILED"
-NO_WAY_BACK = (
-    "cuDNN's heuristics have no plan for a convolution, and an engine that waits for other ranks can't run again with "
-    "another search; compile with --split-mode layer or batch, or from a model in float32. "
 )
 
 
