@@ -160,7 +160,7 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
         own = format_bytes(max(engines))
-        out.print(f"also counted in 'of budget': up to {own} for the engine itself and for errors of the prediction")
+        out.print(f"also counted in 'of budget': up to {own} for the engine itself and as a margin")
     if any(adapters):
         out.print(f"also counted in 'of budget': up to {format_bytes(max(adapters))} for requests with adapters")
     if any(mapped):
