@@ -150,6 +150,41 @@ def test_a_request_without_a_plan_runs_with_the_next_search(monkeypatch: pytest.
             none.run({}, into)
 
 
+class Opened:
+    """A session without inputs and outputs."""
+
+    def __init__(self, path: Path, options: ort.SessionOptions, providers: Sequence[Any], *_: Any, **__: Any) -> None:
+        self.settings = dict(providers[0][1])
+
+    def get_providers(self) -> list[str]:
+        return [onnxruntime_gpu.PROVIDER]
+
+    def nothing(self) -> list[Any]:
+        return []
+
+    get_inputs = get_outputs = get_input_memory_infos = get_overridable_initializers = nothing
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("waits_for_others", [False, True])
+def test_searches_are_opened_one_after_another(waits_for_others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime_gpu, "_load_libraries", lambda: None)
+    monkeypatch.setattr(onnxruntime_gpu, "open_onnx", Opened)
+    monkeypatch.setattr(onnxruntime_gpu, "KeptBinding", lambda session, device: session)
+    monkeypatch.setattr(onnxruntime_gpu, "register_operators", lambda *_: None)
+    backend = OnnxRuntimeGpuBackend(Device("cuda", 0), cuda_graphs=False)
+    backend.attach()
+    communicator: Any = SimpleNamespace(capturable=False) if waits_for_others else None
+    made = backend.load(Path("stage0.onnx"), LoadOptions(communicator=communicator))
+    used = []
+    while True:
+        (session,) = made._bindings
+        used.append([session.settings.get(f"cudnn_conv{name}") for name in ("_algo_search", "1d_pad_to_nc1d")])  # type: ignore[attr-defined]
+        if not made._search_on():
+            break
+    assert used == [["HEURISTIC", None], ["HEURISTIC", "1"], ["EXHAUSTIVE", None]][: 1 if waits_for_others else 3]
+
+
 def test_what_was_captured_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that other shapes ask for must not free what replays of earlier shapes use."""
     found = engine([True, True], monkeypatch)
