@@ -17,13 +17,7 @@ from splitc.compiler.graphs.matching import constant, is_onnx, made_by, only_use
 from splitc.compiler.graphs.origins import described, own_shape
 from splitc.compiler.graphs.reads import all_nodes
 from splitc.compiler.nodes import input_at, inputs_of, known_weight, settings_of
-from splitc.compiler.operators.gpu_kernels import (
-    HALVES,
-    LAST_OPSET,
-    has_gpu_kernel,
-    is_too_new,
-    typed_input,
-)
+from splitc.compiler.operators.gpu_kernels import HALVES, LAST_OPSET, has_gpu_kernel, is_too_new, typed_input
 from splitc.compiler.operators.indexing import marked_places
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)

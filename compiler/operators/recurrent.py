@@ -20,7 +20,7 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def recurrent_steps(inputs: Shapes) -> int:
-    """Those of all directions, which cuDNN computes one after another."""
+    """Steps x directions: cuDNN computes them one after another."""
     return inputs[0][0] * inputs[1][0] if len(inputs[0]) == len(inputs[1]) == 3 else 0
 
 

@@ -49,7 +49,7 @@ class DeviceProfile:
     - `engine_start`: to start an engine, beyond its computation; on GPUs as part of a CUDA graph.
     - `kernel`: the time of a kernel with almost no work.
     - `launch`: what each kernel takes beyond its work, to start and to drain.
-    - `step`: of a recurrent network, one of the steps that follow each other.
+    - `step`: the time of one step of a recurrent network.
     - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide.
     - `attention`: the share of `flops` that attention as one operator reaches; `attention_start`: what it takes beyond.
     - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
