@@ -14,20 +14,27 @@ from splitc.compiler.graphs.matching import is_onnx
 from splitc.compiler.graphs.origins import described, own_shape
 from splitc.compiler.operators.gpu_kernels import HALVES
 
+CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
 # The first axis that a kernel moves along, of an image and of a weight.
 FIRST = 2
 # The most elements that a kernel over one axis spans for which cuDNN's heuristics have a plan in half precision.
 WIDEST = 30
 
 
+def convolves(node: ir.Node) -> bool:
+    """Whether ONNX Runtime's CUDA provider runs a node with cuDNN, which plans for one shape at a time."""
+    return node.op_type in CONVOLUTIONS
+
+
 def has_no_plan(node: ir.Node) -> bool:
     """Whether cuDNN's heuristics may have no plan for a convolution of halves over one axis, as it is wide.
 
     Of 1,087 on an H200 (ONNX Runtime 1.31) 124 had none, 122 of which span more than 30 elements: the positions of
-    wav2vec 2.0, with 16 groups and a kernel of 128, or the dilations of audio codecs. In single precision all had one,
-    and those of wav2vec took 0.8 ms, where of all plans for halves the best took 1.9. Depthwise ones have plans.
+    wav2vec 2.0, with 16 groups and a kernel of 128, or the dilations of audio codecs. In single precision all had one:
+    that of wav2vec takes 0.8 ms, and what ONNX Runtime finds for halves by trying all plans 1.9. Depthwise ones have
+    plans.
     """
-    if not (is_onnx(node, "Conv") or is_onnx(node, "ConvTranspose")):
+    if not is_onnx(node, "Conv", "ConvTranspose"):
         return False
     data, shape = node.inputs[0], _one_axis(node)
     if data is None or described(data).dtype not in HALVES or shape is None or _is_depthwise(node, shape):

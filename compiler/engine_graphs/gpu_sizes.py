@@ -32,7 +32,6 @@ from splitc.compiler.request.shapes import Shape
 MOST = 16
 # The first opset with the operator Range.
 RANGE = 11
-CONVOLUTIONS = ("Conv", "ConvTranspose", "NhwcConv", "NhwcFusedConv")
 
 
 def keep_on_gpu(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
@@ -95,11 +94,6 @@ def why_not_replayed(graph: ir.Graph, shapes: Mapping[str, Shape]) -> str:
     keep_on_gpu(engine, shapes)
     decompose_for_gpus(engine, shapes)
     return why_not_captured(engine)
-
-
-def convolves(node: ir.Node) -> bool:
-    """Whether ONNX Runtime's CUDA provider runs a node with cuDNN, which plans for one shape at a time."""
-    return node.op_type in CONVOLUTIONS
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ EXACT = frozenset(
 
 def give_kernel(node: ir.Node, editor: Editor) -> None:
     """Replace a node without a CUDA kernel by nodes with one, where the results are the same to the bit."""
-    if node.op_type == "OneHot" and not node.domain:
+    if is_onnx(node, "OneHot"):
         _replace_one_hot(node, editor)
-    if node.op_type == "ConvTranspose" and not node.domain:
+    if is_onnx(node, "ConvTranspose"):
         pad_evenly(node, editor)
     if is_onnx(node, "Concat"):
         _join_in_groups(node, editor)

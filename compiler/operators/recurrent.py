@@ -38,11 +38,11 @@ def recurrent(op: Operation) -> None:
         op.directions = op.input(1)[0] if op.has(1) else ()
 
 
-network = partial(Operator, axes=recurrent, flops=recurrent_flops, steps=recurrent_steps)
+_network = partial(Operator, axes=recurrent, flops=recurrent_flops, steps=recurrent_steps)
 OPERATORS = (
-    network("GRU", states={1: 5}, crashes_empty=(0, 1), scratch=scratch.recurrent),
-    network("LSTM", states={1: 5, 2: 6}, crashes_empty=(1,), scratch=scratch.recurrent),
-    network("RNN", states={1: 5}, scratch=scratch.simple_recurrent),
+    _network("GRU", states={1: 5}, crashes_empty=(0, 1), scratch=scratch.recurrent),
+    _network("LSTM", states={1: 5, 2: 6}, crashes_empty=(1,), scratch=scratch.recurrent),
+    _network("RNN", states={1: 5}, scratch=scratch.simple_recurrent),
     Operator(
         "com.microsoft.DynamicQuantizeLSTM",
         flops=recurrent_flops,

@@ -7,11 +7,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.engine_graphs.convolutions import convolves
 from splitc.compiler.engine_graphs.cpu_values import decides_by_data, why_not_captured
 from splitc.compiler.engine_graphs.few_rows import FEW_ROWS, inside_copied
 from splitc.compiler.engine_graphs.gpu_functions import DOMAIN as FUSED
 from splitc.compiler.engine_graphs.gpu_functions import kernel_of
-from splitc.compiler.engine_graphs.gpu_sizes import convolves
 from splitc.compiler.engine_graphs.unaligned_bias import adds_unaligned_bias
 from splitc.compiler.fusion.experts import OPERATOR as EXPERTS
 from splitc.compiler.graphs.origins import described

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from splitc.compiler.adapters.merged_weights import Merged
 from splitc.compiler.analysis.blocks import Placed
+from splitc.compiler.engine_graphs.convolutions import convolves
 from splitc.compiler.engine_graphs.few_rows import inside_copied
-from splitc.compiler.engine_graphs.gpu_sizes import convolves, why_not_replayed
+from splitc.compiler.engine_graphs.gpu_sizes import why_not_replayed
 from splitc.compiler.fusion.fuse import Outcome
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
